@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 # Files whose change makes `setup` install and generate again.
 INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
 	$(shell find protos -name '*.proto')
-ROOMS := adapter_store artifacts bench broker clients deploy examples files grammars options router rpc telemetry tenancy tests worker
+ROOMS := adapter_store bench clients deploy examples loraplex router tests worker
 
 # Variables of `make run` and `make secured`. Without MODEL, `make run` fetches a real model of 98 MB.
 MODEL ?=
@@ -221,7 +221,7 @@ upgrade: $(STAMP) ## Upgrade a running cluster from the last tag, part by part u
 gpu: ## Check, profile and measure on a CUDA device in half an hour, and write docs/results/benchmarks-gpu.md
 	@for python in python3 $(BIN)/python; do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-			exec $$python -m bench.gpu; \
+			PYTHONPATH=$(CURDIR):$(CURDIR)/worker exec $$python -m bench.gpu; \
 		fi; \
 	done; \
 	echo "no CUDA device: torch is missing or finds none, so there is nothing to test or measure"

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from bench.limit import Step, recorded_steps
 from bench.trace import Arrival, Trace, draw
 from bench.workload import Request
-from options import StoppingParams
-from worker.engine.process import freeze_gc
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.process import freeze_gc
+from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
 
 R = TypeVar("R")
 

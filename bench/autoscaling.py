@@ -25,7 +25,7 @@ from bench.autoscaling_cluster import ROWS, WAIT_S, Outcome, Rule, TimedJob, Wor
 from bench.command import command_parser, run_parsed
 from bench.report import Aim, Report, progress
 from bench.trace import Trace, draw
-from clients.scaler.policy import FALL_S, Observation, Pool, PoolRules
+from loraplex.operator.scaler.policy import FALL_S, Observation, Pool, PoolRules
 
 AIMS = {
     "slo_attainment": Aim(at_least=0.99),

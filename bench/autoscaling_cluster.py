@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from clients.scaler.policy import Observation
-from clients.scaler.settings import LOOK_S
+from loraplex.contracts.broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from loraplex.operator.scaler.policy import Observation
+from loraplex.operator.scaler.settings import LOOK_S
 
 # Rows of a worker, and time in seconds from its order until it takes jobs: a pod that loads a model of some GB.
 ROWS, START_S = 4, 60.0

@@ -19,13 +19,13 @@ from redis.asyncio import Redis
 
 from bench.scaling_redis import used_s
 from bench.valkey import running_valkey
-from broker.connection import connect
-from broker.keys import Keys
-from broker.messages import AdapterRef, Capacity, Job
-from broker.queue import JobQueue
-from broker.terms import QueueLimits
-from options import SamplingParams, StoppingParams
-from worker.io.intake import FIT_S, IDLE_S
+from loraplex.contracts.broker.connection import connect
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import QueueLimits
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.io.intake import FIT_S, IDLE_S
 
 _KEYS = Keys("model", "main")
 _BASE = "sha256:" + "0" * 64

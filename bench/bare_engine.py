@@ -10,9 +10,9 @@ from typing import Any
 from bench.limit import recorded_steps
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
-from options import SamplingParams, StoppingParams
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output
 
 _GREEDY = SamplingParams()
 

@@ -31,10 +31,10 @@ from bench.command import run_command
 from bench.local_cluster import process_ids, serving_cluster
 from bench.processor_time import children_of, processor_s
 from bench.report import Aim, Report, progress
-from deploy.local import ClusterSettings
-from rpc.principal import TENANT_KEY
-from rpc.server import channel_options
-from rpc.status import DETAILS_KEY
+from loraplex.cli.local import ClusterSettings
+from loraplex.runtime.rpc.principal import TENANT_KEY
+from loraplex.runtime.rpc.server import channel_options
+from loraplex.runtime.rpc.status import DETAILS_KEY
 
 AIMS = {
     "calls_per_s_of_a_router_core": Aim(),

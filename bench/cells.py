@@ -23,14 +23,14 @@ from bench.scaling import PAGE
 from bench.scaling_cluster import BASE
 from bench.scaling_redis import sized_job, used_s
 from bench.valkey import running_valkey
-from broker.cells import CellSight
-from broker.connection import connect
-from broker.keys import Keys
-from broker.liveness import Liveness
-from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
-from broker.queue import JobQueue
-from broker.terms import QueueLimits, UsageReport
-from router.dispatch.cells import Cells
+from loraplex.contracts.broker.cells import CellSight
+from loraplex.contracts.broker.connection import connect
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import QueueLimits, UsageReport
+from loraplex.router.dispatch.cells import Cells
 
 AIMS = {
     "jobs_per_s_of_two_cells_over_one": Aim(at_least=1.8),

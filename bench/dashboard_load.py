@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
-from loraplex_client import AsyncStoreClient
 
 from bench.local_cluster import serving_cluster
-from clients.cli.upload_tree import find_adapters
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.cli.upload_tree import find_adapters
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex_client import AsyncStoreClient
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 # Fewer slots than the examples have adapters, so that some are evicted; few rows, so that jobs wait.
@@ -56,7 +56,7 @@ class LoadedCluster:
         await asyncio.gather(self._load_test("grpc", mixed), self._load_test("http", chat), self._kill_engines())
 
     async def _load_test(self, name: str, flags: list[str]) -> None:
-        command = ["-m", "clients.cli", "loadtest", *flags, "--duration", f"{self.seconds:g}"]
+        command = ["-m", "loraplex.cli", "loadtest", *flags, "--duration", f"{self.seconds:g}"]
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, "--out", str(self.directory / name),
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,

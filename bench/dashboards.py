@@ -25,9 +25,9 @@ from bench.pictures import PLOTS
 from bench.prometheus import Line, Prometheus, scraping
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
-from clients.loadtest.charts import Axis, Series, line_chart
-from clients.loadtest.report import draw_svg, with_own_ids
 from deploy.monitoring.check import BYTES, COUNT, DASHBOARDS, PER_SECOND, SECONDS, SHARE, path_of
+from loraplex.loadtest.charts import Axis, Series, line_chart
+from loraplex.loadtest.report import draw_svg, with_own_ids
 
 # Seconds under load.
 _SECONDS, _QUICK_SECONDS = 180.0, 40.0
@@ -115,7 +115,7 @@ async def dashboard_page(
         chart = line_chart(Axis("seconds"), Axis(unit), lines)
         drawn = with_own_ids(draw_svg(chart), str(panel["id"])) if lines else "no data"
         parts.append(f"<figure><figcaption>{title}</figcaption>{drawn}</figure>")
-    colours = (Path(__file__).parents[1] / "clients" / "colours.css").read_text(encoding="utf-8")
+    colours = (Path(__file__).parents[1] / "clients/loraplex/gateway/page/colours.css").read_text(encoding="utf-8")
     head = (
         f"<!doctype html><meta charset=utf-8><style>{colours}{_STYLE}</style><h1>{html.escape(document['title'])}</h1>"
     )

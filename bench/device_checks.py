@@ -22,8 +22,8 @@ import torch
 from bench.device_requests import SAMPLINGS, draw_requests, run_requests
 from bench.models import TINY, save_adapter, save_model
 from bench.report import Figures, progress
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import EngineConfig
+from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.worker.engine_api import EngineConfig
 
 _ROOT = Path(__file__).parents[1]
 # Without the conftest of the whole suite, which needs packages of other rooms.
@@ -109,7 +109,9 @@ class _Strict:
 def _run(command: Sequence[str], timeout_s: float | None = None) -> str:
     # Each tensor's memory is to be its own, so that the sanitizer sees what lies beyond it.
     environment = (
-        os.environ | {"PYTHONPATH": str(_ROOT)} | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if timeout_s else {})
+        os.environ
+        | {"PYTHONPATH": f"{_ROOT}:{_ROOT}/worker"}
+        | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if timeout_s else {})
     )
     done = subprocess.run(
         command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s

@@ -14,7 +14,7 @@ from bench.bare_engine import BareEngine
 from bench.device_ceilings import spread
 from bench.report import Figures, progress
 from bench.workload import Request, Workload
-from options import SamplingParams
+from loraplex.contracts.options import SamplingParams
 
 SAMPLINGS = {
     "greedy": SamplingParams(),

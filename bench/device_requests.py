@@ -10,9 +10,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from options import Encode, SamplingParams, StoppingParams
-from worker.engine.torch_engine import TorchEngine
-from worker.engine_api import AdapterSource, NewSequence
+from loraplex.contracts.options import Encode, SamplingParams, StoppingParams
+from loraplex.worker.engine.torch_engine import TorchEngine
+from loraplex.worker.engine_api import AdapterSource, NewSequence
 
 SAMPLINGS = {
     "greedy": SamplingParams(),

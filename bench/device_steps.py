@@ -16,7 +16,7 @@ from bench.limit import Step, recorded_steps, step_bytes
 from bench.models import ModelShape
 from bench.report import Figures
 from bench.workload import Request, Workload
-from worker.engine.sampling.step import InFlight, Sampled
+from loraplex.worker.engine.sampling.step import InFlight, Sampled
 
 # Maximum number of steps within which the rows of a case begin.
 _BEGINNING_STEPS = 64

@@ -13,7 +13,7 @@ from typing import Any
 from bench.command import run_command
 from bench.fairness_simulation import FairnessRun, FairnessSetup, FairnessSimulation
 from bench.report import Aim, Report, progress
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from loraplex.contracts.broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 AIMS = {
     "service_difference_over_bound": Aim(at_most=1),

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from bench.in_process.queue import TimedQueue
-from broker.messages import Capacity, Job, RowToShare
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
-from options import SamplingParams, StoppingParams
-from worker.engine.hash_engine import HashAdapterMemory
-from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine_api import EngineLimits, NewSequence, Output
-from worker.io.intake import FULL_S, row_to_share
-from worker.io.results import REPORT_S
+from loraplex.contracts.broker.messages import Capacity, Job, RowToShare
+from loraplex.contracts.broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.hash_engine import HashAdapterMemory
+from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
+from loraplex.worker.engine.scheduling.scheduler import Scheduler
+from loraplex.worker.engine_api import EngineLimits, NewSequence, Output
+from loraplex.worker.io.intake import FULL_S, row_to_share
+from loraplex.worker.io.results import REPORT_S
 
 BASE = "sha256:0"
 

@@ -21,19 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from options import TokenLogprobs
-from worker.engine import torch_engine
-from worker.engine.decoder import cuda
-from worker.engine.device import KernelCall
-from worker.engine.lora.weights import AdapterWeights, PackedAdapter
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.quantized.weight import QuantizedModule
-from worker.engine.sampling.step import InFlight, Sampled
-from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine.scheduling.sequence import Row
-from worker.engine.torch_engine import TorchEngine, build_engine
-from worker.engine_api import AdapterSource, EngineConfig
+from loraplex.contracts.options import TokenLogprobs
+from loraplex.worker.engine import torch_engine
+from loraplex.worker.engine.decoder import cuda
+from loraplex.worker.engine.device import KernelCall
+from loraplex.worker.engine.lora.weights import AdapterWeights, PackedAdapter
+from loraplex.worker.engine.model.loader import LoadedModel, load_model
+from loraplex.worker.engine.quantized.weight import QuantizedModule
+from loraplex.worker.engine.sampling.step import InFlight, Sampled
+from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
+from loraplex.worker.engine.scheduling.sequence import Row
+from loraplex.worker.engine.torch_engine import TorchEngine, build_engine
+from loraplex.worker.engine_api import AdapterSource, EngineConfig
 
 DEVICE = torch.device("cuda", 0)
 # Bytes of memory of the device, and those of them that are free.

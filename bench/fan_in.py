@@ -20,16 +20,16 @@ from typing import Any
 
 import grpc
 import uvloop
-from loraplex.relay.v1 import relay_pb2 as pb
-from loraplex.relay.v1 import relay_pb2_grpc
 
 from bench.command import run_command
 from bench.fan_in_messages import Fleet, Traffic, simulate
 from bench.fan_in_router import job_id
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
-from router.dispatch.relay import PaceLimits
-from rpc.server import relay_options
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
+from loraplex.router.dispatch.relay import PaceLimits
+from loraplex.runtime.rpc.server import relay_options
 
 AIMS = {
     "cores_of_a_router": Aim(at_most=0.4),

@@ -13,14 +13,14 @@ from typing import Any
 
 import uvloop
 
-from broker.messages import Job
-from broker.terms import Entry, Placement
-from options import SamplingParams, StoppingParams
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.relay import RelayService
-from router.dispatch.routed_job import RoutedJob
-from rpc.server import Server, relay_options
-from tenancy.guard import open_guard
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.terms import Entry, Placement
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.relay import RelayService
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.runtime.rpc.server import Server, relay_options
+from loraplex.runtime.tenancy.guard import open_guard
 
 
 class _Queue:

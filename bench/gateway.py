@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median
 
 import uvloop
-from loraplex_client import AsyncClient
 
 from bench.command import command_parser, run_parsed
 from bench.http_load import HttpLoad, connected
@@ -27,6 +26,7 @@ from bench.http_peer import measure_peer
 from bench.local_cluster import process_ids, serving_cluster
 from bench.relay_load import PROMPT, Flow, Load, Setup, cluster_settings, flow_row, ttft_row
 from bench.report import Aim, Report, progress
+from loraplex_client import AsyncClient
 
 AIMS = {"http_ttft_overhead_ms": Aim(at_most=3), "http_tokens_of_grpc": Aim(at_least=0.7)}
 TENANT = "bench"

@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from loraplex_client import AsyncClient
-
 from bench.relay_load import PROMPT, Load, Setup
+from loraplex_client import AsyncClient
 
 # Ends of an answer's headers and of its chunks.
 _HEAD_END, _END = b"\r\n\r\n", b"0\r\n\r\n"

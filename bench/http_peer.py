@@ -20,7 +20,7 @@ from bench.relay_load import ttft_row
 from bench.report import Aim, Report, progress
 from bench.rounds import Timed
 from bench.vllm_peer import serving_vllm
-from deploy.local import ClusterSettings
+from loraplex.cli.local import ClusterSettings
 
 MODEL = Path(__file__).parents[1] / "examples" / "model"
 VOCABULARY, DTYPE = 4096, "float32"

@@ -23,10 +23,10 @@ from typing import Any
 from bench.command import run_command
 from bench.models import LLAMA_28M, ModelShape, save_model
 from bench.report import Aim, Report, progress
-from options import StoppingParams
-from worker.engine.process import freeze_gc
-from worker.engine.torch_engine import TorchEngine, build_engine
-from worker.engine_api import EngineConfig, NewSequence
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.process import freeze_gc
+from loraplex.worker.engine.torch_engine import TorchEngine, build_engine
+from loraplex.worker.engine_api import EngineConfig, NewSequence
 
 AIMS = {
     "gap_p99_over_target": Aim(at_most=1),

@@ -46,7 +46,9 @@ class Isolated(Generic[Asked_contra, Result_co]):
         """Start the process; returns when it is ready. Raises RuntimeError if `make` or entering its context fails."""
         # Forked from a server process that has imported the common modules and has started no thread.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers.generation", "peft", "worker.engine.torch_engine"])
+        context.set_forkserver_preload(
+            ["torch", "transformers.generation", "peft", "loraplex.worker.engine.torch_engine"]
+        )
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._make, theirs), daemon=True)
         self._process.start()

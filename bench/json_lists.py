@@ -15,11 +15,11 @@ from typing import Any
 from bench.command import command_parser, run_parsed
 from bench.report import Aim, Report, progress
 from examples.real import real_model
-from grammars.build import json_grammar
-from grammars.json_schema import JsonStyle, Whitespace
-from options import SamplingParams, StoppingParams
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import EngineConfig, NewSequence
+from loraplex.contracts.grammars.build import json_grammar
+from loraplex.contracts.grammars.json_schema import JsonStyle, Whitespace
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.worker.engine_api import EngineConfig, NewSequence
 
 TOPICS = (
     "fruits", "European capitals", "programming languages", "dog breeds", "planets", "musical instruments", "sports",

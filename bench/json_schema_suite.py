@@ -23,10 +23,10 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from grammars import GrammarError
-from grammars.build import json_grammar
-from grammars.matching import compile_grammar, proof_vocabulary
-from grammars.prove import prove
+from loraplex.contracts.grammars import GrammarError
+from loraplex.contracts.grammars.build import json_grammar
+from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary
+from loraplex.contracts.grammars.prove import prove
 
 DRAFT = Path("tests") / "draft2020-12"
 # Maximum number of orders of an instance's properties that are tried.

@@ -11,10 +11,10 @@ from statistics import median
 
 import torch
 
-from artifacts.families import INT8, KvShape
 from bench.models import QWEN2_04B
-from worker.engine.attention.cpu import decode_plan
-from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
+from loraplex.contracts.artifacts.families import INT8, KvShape
+from loraplex.worker.engine.attention.cpu import decode_plan
+from loraplex.worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
 
 _ROWS, _TOKENS, _BLOCK_SIZE, _ROUNDS = 8, 1500, 16, 15
 

@@ -17,7 +17,7 @@ from bench.command import run_command
 from bench.fake_cuda import fake_engine
 from bench.models import TINY, save_model
 from bench.report import Aim, Report
-from worker.engine_api import EngineConfig
+from loraplex.worker.engine_api import EngineConfig
 
 # Layers as Llama's; with norms of each query and key; with norms around attention and MLP; with norms after them alone.
 FAMILIES = ("llama", "qwen3", "gemma3_text", "olmo2")

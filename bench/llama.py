@@ -17,7 +17,6 @@ from statistics import mean, median
 from typing import Any
 
 import uvloop
-from loraplex_client import AsyncStoreClient
 from tokenizers import Tokenizer
 
 from bench.command import command_parser, run_parsed
@@ -26,8 +25,9 @@ from bench.llama_peer import DTYPES, VERSION, LlamaCpp, PeerMissingError
 from bench.local_cluster import serving_cluster
 from bench.models import ModelShape, save_adapter
 from bench.report import Aim, Report, progress
-from deploy.local import ClusterSettings
 from examples.real import ROOT, Unavailable, real_model
+from loraplex.cli.local import ClusterSettings
+from loraplex_client import AsyncStoreClient
 
 ADAPTERS, RANK, ROWS = 4, 16, 8
 TENANT = "bench"

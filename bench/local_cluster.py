@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.runtime.rpc.children.process import Process
 from loraplex_client import AsyncStoreClient
-
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
-from deploy.local import ClusterSettings, LocalCluster
-from rpc.children.process import Process
 
 # Seconds that a program of others gets to end by itself.
 _STOP_S = 20.0

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
-from worker.engine.lora.cpu import CpuLayers
-from worker.engine.lora.weights import AdapterWeights, LoraPair
+from loraplex.worker.engine.lora.cpu import CpuLayers
+from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
 
 DTYPE = torch.bfloat16
 NONE = -1

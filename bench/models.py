@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 
 # The modules that adapters change in benchmarks: all linear layers of a decoder layer.
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from loraplex_client import AsyncClient, AsyncStoreClient, Piece
-
 from bench.local_cluster import serving_cluster
 from bench.rounds import Timed
 from bench.workload import Request
-from deploy.local import ClusterSettings
+from loraplex.cli.local import ClusterSettings
+from loraplex_client import AsyncClient, AsyncStoreClient, Piece
 
 TENANT = "bench"
 

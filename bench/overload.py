@@ -29,8 +29,8 @@ from bench.overload_accounts import Accounts, Count
 from bench.overload_load import Load, Sample, Setup, fair_share, within_share
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
-from deploy.local import ClusterSettings
-from rpc.server import channel_options
+from loraplex.cli.local import ClusterSettings
+from loraplex.runtime.rpc.server import channel_options
 
 AIMS = {
     "goodput_20x_of_peak": Aim(at_least=0.9),

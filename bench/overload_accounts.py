@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.local import LocalCluster
+from loraplex.cli.local import LocalCluster
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 
 # Series that count each call once, by tenant.
 _BY_TENANT = {"loraplex_tenant_requests_total", "loraplex_tenant_request_failures_total"}

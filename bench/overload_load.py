@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import numpy as np
 from loraplex.inference.v1 import inference_pb2 as pb
-from loraplex_client.errors import error_of
 
-from clients.loadtest.arrivals import Extent, Poisson, arrival_times
-from clients.loadtest.draws import power_law
-from rpc.principal import TENANT_KEY
+from loraplex.loadtest.arrivals import Extent, Poisson, arrival_times
+from loraplex.loadtest.draws import power_law
+from loraplex.runtime.rpc.principal import TENANT_KEY
+from loraplex_client.errors import error_of
 
 # Interval in seconds of the samples of how late the client's event loop wakes up.
 _PROBE_S = 0.02

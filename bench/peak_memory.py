@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import worker.engine.decoder.recognition  # noqa: F401  # the engine imports it with the first model
+import loraplex.worker.engine.decoder.recognition  # noqa: F401  # the engine imports it with the first model
 from bench.models import ModelShape
 from bench.report import progress
-from options import StoppingParams
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import EngineConfig, NewSequence
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.worker.engine_api import EngineConfig, NewSequence
 
 _BLOCK = 16
 _MB = 1e6

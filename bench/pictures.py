@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from loraplex_client import AsyncStoreClient
 from rich.console import Console
 
 from bench.devtools import browser_page
@@ -30,14 +29,15 @@ from bench.local_cluster import serving_cluster
 from bench.page_pictures import draw_page
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
-from clients.cli.adapters_top import AdapterNames
-from clients.cli.cluster import ClusterReader, Interval
-from clients.cli.cluster_top import REFRESH_S, Rates, names_on_devices, view
-from clients.cli.options import TENANT
-from clients.cli.upload_tree import find_adapters
-from clients.loadtest.charts import Axis, Series, line_chart
-from clients.loadtest.report import draw_svg, svg_file
-from deploy.local import ClusterSettings
+from loraplex.cli.adapters_top import AdapterNames
+from loraplex.cli.cluster import ClusterReader, Interval
+from loraplex.cli.cluster_top import REFRESH_S, Rates, names_on_devices, view
+from loraplex.cli.local import ClusterSettings
+from loraplex.cli.options import TENANT
+from loraplex.cli.upload_tree import find_adapters
+from loraplex.loadtest.charts import Axis, Series, line_chart
+from loraplex.loadtest.report import draw_svg, svg_file
+from loraplex_client import AsyncStoreClient
 
 _ROOT = Path(__file__).parents[1]
 PLOTS = _ROOT / "docs" / "plots"
@@ -130,7 +130,7 @@ async def _run(experiment: Experiment, router: str, directory: Path, *, quick: b
     progress(f"loraplex loadtest examples/loadtest/{experiment.file}")
     flags = [f"examples/loadtest/{experiment.file}", "--router", router, "--out", _out(directory, experiment).name]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "clients.cli", "loadtest", *flags, *experiment.flags,
+        sys.executable, "-m", "loraplex.cli", "loadtest", *flags, *experiment.flags,
         *(experiment.quick if quick else ()),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, cwd=directory,
     )  # fmt: skip

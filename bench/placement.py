@@ -17,7 +17,7 @@ from bench.command import run_command
 from bench.report import Aim, Report, progress
 from bench.scaling import PAGE
 from bench.scaling_cluster import Result, Scale, VirtualCluster
-from broker.terms import HOME_PERCENT
+from loraplex.contracts.broker.terms import HOME_PERCENT
 
 AIMS = {
     "hit_rate": Aim(at_least=0.93),

@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 # Indices in /proc/PID/stat after the name's closing bracket: parent, user time, system time.
 _PARENT, _USER, _SYSTEM = 1, 11, 12
 ENGINE = "worker's engine"
-_ENGINE_MODULE = b"worker.engine.process"
+_ENGINE_MODULE = b"loraplex.worker.engine.process"
 
 
 def processor_s(roots: Mapping[str, int]) -> dict[str, float]:

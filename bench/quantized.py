@@ -25,7 +25,7 @@ from bench.report import Aim, Report, progress
 from bench.rounds import Case, Rounds
 from bench.vllm_peer import DTYPES, add_peer_argument, start_peers
 from bench.workload import Request, Workload
-from worker.engine.kernels.tiles import can_use_tiles
+from loraplex.kernels.tiles import can_use_tiles
 
 ADAPTERS, RANK = 8, 16
 AIMS = {

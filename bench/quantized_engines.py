@@ -16,9 +16,9 @@ import torch
 from bench.bare_engine import BareEngine
 from bench.rounds import Timed
 from bench.workload import Request
-from worker.engine.linear.choice import LayoutChoice
-from worker.engine.linear.layouts import Layout, float_layouts
-from worker.engine.model import loader
+from loraplex.worker.engine.linear.choice import LayoutChoice
+from loraplex.worker.engine.linear.layouts import Layout, float_layouts
+from loraplex.worker.engine.model import loader
 
 # Bytes that are read to measure the memory's bandwidth: far more than a cache holds.
 _READ_BYTES = 512 * 2**20

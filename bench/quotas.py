@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import quantiles
 
 import uvloop
-from loraplex_client import AsyncClient, LoraplexError, ResourceExhaustedError
 
 from bench.command import run_command
 from bench.local_cluster import serving_cluster
 from bench.report import Aim, Report, progress
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex_client import AsyncClient, LoraplexError, ResourceExhaustedError
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 PROMPT = tuple(range(16))

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 import uvloop
-from loraplex_client import AsyncClient
 
 from bench.command import run_command
 from bench.empty_call import empty_calls
 from bench.local_cluster import process_ids, serving_cluster
 from bench.relay_load import PROMPT, Flow, Load, Setup, cluster_settings, flow_row, p99, ttft_row
 from bench.report import Aim, Report, progress
+from loraplex_client import AsyncClient
 
 AIMS = {
     "ttft_over_empty_call": Aim(at_most=4),

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from loraplex_client import AsyncClient
-
 from bench.processor_time import processor_s
-from deploy.local import ClusterSettings
+from loraplex.cli.local import ClusterSettings
+from loraplex_client import AsyncClient
 
 PROMPT = tuple(range(32))
 # Tokens of a KV cache block.

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.local_cluster import serving_cluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
 from loraplex_client import AsyncClient, AsyncStoreClient
 
-from bench.local_cluster import serving_cluster
-from deploy.local import ClusterSettings, LocalCluster
-
 ROOT = Path(__file__).parents[1]
-PACKAGES = sorted({path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests", "examples"})
+PACKAGES = ("adapter_store", "clients", "loraplex", "router", "worker")
 TENANT, ADAPTER = "acme", "shout"
 PROMPT, TOKENS, SEED = "Return a list of", 12, 918_273_645
 # Seconds of a window without a request, and number of such windows.
@@ -152,9 +151,8 @@ def _process(dump: Mapping[str, Any]) -> Process:
         idle |= Counter(dump["windows"].get(str(window), {}))
     calls = {call: count for call, count in dump["windows"].get("request", {}).items() if count > idle[call]}
     program = str(Path(dump["argv"][0]).relative_to(ROOT)) if dump["argv"][0].startswith(str(ROOT)) else "client"
-    return Process(
-        program.removesuffix("/__main__.py").removesuffix(".py").removeprefix("worker/"), calls, dump["forms"]
-    )
+    program = program.removesuffix("/__main__.py").removesuffix(".py")
+    return Process(program.rpartition("loraplex/")[2].removeprefix("worker/"), calls, dump["forms"])
 
 
 if __name__ == "__main__":

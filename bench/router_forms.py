@@ -26,7 +26,7 @@ from bench.command import run_command
 from bench.local_cluster import serving_cluster
 from bench.processor_time import children_of
 from bench.report import Aim, Report, progress
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
 
 AIMS = {
     "processes_over_routers_us_a_call": Aim(),

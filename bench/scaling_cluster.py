@@ -20,13 +20,20 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.in_process.queue import TimedQueue
-from broker.commands import COMMAND_TTL_MS
-from broker.homes import Preference, Roster, WorkerLoad, hash_of, mixed
-from broker.messages import AdapterRef, Capacity, Job
-from broker.terms import ADAPTER_DIGITS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
-from options import SamplingParams, StoppingParams
-from worker.io.intake import IDLE_S, PACE_S, PACED_ROWS
-from worker.io.results import REPORT_S
+from loraplex.contracts.broker.commands import COMMAND_TTL_MS
+from loraplex.contracts.broker.homes import Preference, Roster, WorkerLoad, hash_of, mixed
+from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job
+from loraplex.contracts.broker.terms import (
+    ADAPTER_DIGITS,
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    Placement,
+    QueueLimits,
+    UsageReport,
+)
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.io.intake import IDLE_S, PACE_S, PACED_ROWS
+from loraplex.worker.io.results import REPORT_S
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)

@@ -14,15 +14,15 @@ from redis.asyncio import Redis
 
 from bench.scaling_cluster import BASE
 from bench.valkey import running_valkey
-from broker.connection import connect
-from broker.functions import Library, shipped_functions
-from broker.keys import LEDGER, Keys
-from broker.ledger import Ledger
-from broker.liveness import Liveness
-from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
-from broker.queue import JobQueue
-from broker.terms import ROLL_MS, Placement, QueueLimits, UsageReport
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.broker.connection import connect
+from loraplex.contracts.broker.functions import Library, shipped_functions
+from loraplex.contracts.broker.keys import LEDGER, Keys
+from loraplex.contracts.broker.ledger import Ledger
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import ROLL_MS, Placement, QueueLimits, UsageReport
+from loraplex.contracts.options import SamplingParams, StoppingParams
 
 # Waiting jobs during the measurement, their tenants, and the adapters that a claiming worker reports.
 _WAITING, _TENANTS, _ADAPTERS = 1_000, 100, 32

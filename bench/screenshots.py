@@ -65,7 +65,7 @@ def save_picture(png: bytes, picture: Path, *, most: int = 0) -> None:
 
 def _named_colours() -> npt.NDArray[np.uint8]:
     """Return the red, green and blue of each colour of the pages' style sheet, light and dark: [colours, 3]."""
-    style = resources.files("clients").joinpath("colours.css").read_text(encoding="utf-8")
+    style = resources.files("loraplex.gateway.page").joinpath("colours.css").read_text(encoding="utf-8")
     named = bytes.fromhex("".join(re.findall(r": #(\w{6})", style)))
     return np.frombuffer(named, np.uint8).reshape(-1, 3)
 

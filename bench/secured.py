@@ -16,14 +16,14 @@ from pathlib import Path
 from statistics import median
 
 import uvloop
-from loraplex_client import AsyncClient
 
 from bench.command import run_command
 from bench.local_cluster import process_ids, serving_cluster
 from bench.relay_load import PROMPT, Flow, Load, Setup, cluster_settings
 from bench.report import Aim, Report, progress
 from bench.secured_cluster import TENANT, SecuredCluster
-from deploy.local import ClusterSettings
+from loraplex.cli.local import ClusterSettings
+from loraplex_client import AsyncClient
 
 AIMS = {"ttft_more_ms": Aim(at_most=1.0), "tokens_per_s_of_plain": Aim(at_least=0.9)}
 # Processes of a cluster whose processor time is measured.

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
-from loraplex_client import AsyncStoreClient, Tls
 
-from artifacts.base_model import read_base_model
-from clients.cli.credentials import make_credentials, make_first_key
-from clients.cli.models import registered
-from deploy.local import FIRST_KEY, ClusterSettings, LocalCluster
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.cli.credentials import make_credentials, make_first_key
+from loraplex.cli.local import FIRST_KEY, ClusterSettings, LocalCluster
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex_client import AsyncStoreClient, Tls
 
 TENANT = "bench"
 # Limits that the benchmark does not reach, of its tenant; its key has some too.

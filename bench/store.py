@@ -24,16 +24,16 @@ from statistics import median
 from typing import Any
 
 import httpx2
-from loraplex_client import AsyncStoreClient
-from loraplex_client.resources import BaseModel
 
-from adapter_store.database import Database
-from artifacts.base_model import read_base_model
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
 from bench.command import run_command
 from bench.report import Aim, Report, progress
-from router.catalog.store_client import StoreClient
+from loraplex.adapter_store.database import Database
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.router.catalog.store_client import StoreClient
+from loraplex_client import AsyncStoreClient
+from loraplex_client.resources import BaseModel
 
 AIMS = {
     "hub_of_slower_limit": Aim(at_least=0.5),
@@ -142,7 +142,7 @@ async def _page_ms(address: str) -> float:
     from loraplex.adapters.v1 import adapters_pb2 as pb
     from loraplex.adapters.v1 import adapters_pb2_grpc
 
-    from adapter_store.convert import encode_token
+    from loraplex.adapter_store.convert import encode_token
 
     async with grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()
@@ -211,7 +211,7 @@ async def _store(data: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subproc
     """Run a store process; yields it, its address, and the seconds of its start."""
     start = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "adapter_store", "--data", str(data), "--port", "0", *flags),
+        *(sys.executable, "-m", "loraplex.adapter_store", "--data", str(data), "--port", "0", *flags),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

@@ -7,9 +7,9 @@ from contextlib import closing
 
 from bench.structured_schemas import schema_text
 from bench.tokenizer import END_ID
-from grammars.build import json_grammar
-from grammars.matching import compile_grammar, read_vocabulary, special_tokens
-from grammars.prover import Prover
+from loraplex.contracts.grammars.build import json_grammar
+from loraplex.contracts.grammars.matching import compile_grammar, read_vocabulary, special_tokens
+from loraplex.contracts.grammars.prover import Prover
 
 # Number of schemas that are compiled before any is timed.
 _WARM = 4

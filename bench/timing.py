@@ -23,12 +23,12 @@ import grpc
 import uvloop
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_client import AsyncStoreClient
 
 from bench.command import run_command
 from bench.local_cluster import serving_cluster
 from bench.report import Aim, Report, progress
-from deploy.local import ClusterSettings
+from loraplex.cli.local import ClusterSettings
+from loraplex_client import AsyncStoreClient
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=4"
 PROMPT_TOKENS = 1_536

@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from loraplex_client import AsyncClient, LoraplexError
-
 from examples.real import ADAPTERS, Unavailable, real_model
 from examples.tasks import CHECK, TASKS, Question, Task
+from loraplex_client import AsyncClient, LoraplexError
 
 # Least share of right answers of an adapter.
 TARGET = 0.95

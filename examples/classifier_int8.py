@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from options import Encode, StoppingParams
-from worker.engine.encoder.engine import EncoderEngine, build_encoder
-from worker.engine_api import EngineConfig, NewSequence
-from worker.plan import PlanSettings, plan
+from loraplex.contracts.options import Encode, StoppingParams
+from loraplex.worker.engine.encoder.engine import EncoderEngine, build_encoder
+from loraplex.worker.engine_api import EngineConfig, NewSequence
+from loraplex.worker.plan import PlanSettings, plan
 
 # Shaped like DeBERTa v3: relative positions in buckets, whose projections are the layers' own.
 SIZES: dict[str, Any] = {

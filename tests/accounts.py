@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from broker.keys import LEDGER
+from loraplex.contracts.broker.keys import LEDGER
 
 
 async def account_of(redis: Redis, name: str) -> dict[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from artifacts.fitness import PROMPTS_FIELD
+from loraplex.contracts.artifacts.fitness import PROMPTS_FIELD
 
 KEPT = 0.02
 

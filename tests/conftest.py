@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from bench.valkey import running_valkey
-from broker.connection import connect
+from loraplex.contracts.broker.connection import connect
 
 # Among the results of tests the lines of gRPC's C library about connections that end are noise.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from broker.job_keys import JobKeys, new_job_key
-from broker.messages import SealError, SealKind
-from broker.seals import Seals
-from rpc.principal import Role
-from rpc.tls import TlsFiles
-from tenancy.development_ca import DevelopmentCa, write_private
-from tenancy.signatures import Signer, Verifier
+from loraplex.contracts.broker.job_keys import JobKeys, new_job_key
+from loraplex.contracts.broker.messages import SealError, SealKind
+from loraplex.contracts.broker.seals import Seals
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
+from loraplex.runtime.tenancy.signatures import Signer, Verifier
 
 HOSTS = ["127.0.0.1", "localhost"]
 CA = DevelopmentCa()

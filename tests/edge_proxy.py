@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from tenancy.development_ca import DevelopmentCa
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from tests.credentials_files import CA, write_tls_files
 from tests.debian_program import debian_program
 

@@ -12,8 +12,8 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from rpc.server import Server, channel_options
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc.server import Server, channel_options
+from loraplex.runtime.tenancy.guard import open_guard
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

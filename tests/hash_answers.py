@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from artifacts.hash_model import parse_hash_model
-from options import Encode, Pooling, SamplingParams, StoppingParams, Task, TokenLogprobs
+from loraplex.contracts.artifacts.hash_model import parse_hash_model
+from loraplex.contracts.options import Encode, Pooling, SamplingParams, StoppingParams, Task, TokenLogprobs
 from tests.hash_oracle import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
 
 # A token's log probability, and the likeliest tokens at its place as (id, log probability).

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 
 _SCHEMA = {
     "type": "object",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from artifacts.hash_model import parse_hash_model
-from grammars.matching import compile_grammar, hash_vocabulary
-from options import Encode, SamplingParams, StoppingParams, TokenLogprobs
-from worker.engine.hash_engine import (
+from loraplex.contracts.artifacts.hash_model import parse_hash_model
+from loraplex.contracts.grammars.matching import compile_grammar, hash_vocabulary
+from loraplex.contracts.options import Encode, SamplingParams, StoppingParams, TokenLogprobs
+from loraplex.worker.engine.hash_engine import (
     hash_logprobs,
     hash_root,
     hash_vector,
@@ -17,7 +17,7 @@ from worker.engine.hash_engine import (
     next_listed_token,
     next_token,
 )
-from worker.engine.scheduling.grammars import GrammarState
+from loraplex.worker.engine.scheduling.grammars import GrammarState
 
 
 def expected_ids(model: str, prompt_ids: Iterable[int], **options: Any) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.quotas.quotas import Plans
-from tenancy.plans import PlansFile
+from loraplex.contracts.plans import PlansFile
+from loraplex.router.quotas.quotas import Plans
 
 
 def plans_in(path: Path) -> Plans:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from files import AGAIN_S, LOOK_S, FollowedFiles
+from loraplex.runtime.files import AGAIN_S, LOOK_S, FollowedFiles
 
 
 def follow(*paths: Path) -> FollowedFiles[list[str]]:

@@ -8,7 +8,15 @@ import sys
 # Imported where they are needed: models, grammars, traces and templates that a process may never see.
 LATE = {"httpx2", "huggingface_hub", "jinja2", "llguidance", "numpy", "obstore", "opentelemetry", "rich", "tokenizers"}
 LATE |= {"torch", "transformers"}
-PROCESSES = "router.__main__, router.app, worker.__main__, worker.io.app, worker.engine.process, adapter_store.__main__"
+MODULES = (
+    "router.__main__",
+    "router.app",
+    "worker.__main__",
+    "worker.io.app",
+    "worker.engine.process",
+    "adapter_store.__main__",
+)
+PROCESSES = ", ".join(f"loraplex.{module}" for module in MODULES)
 
 
 def test_processes_start_without_heavy_packages() -> None:

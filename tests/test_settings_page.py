@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from adapter_store.app import StoreSettings
-from clients.gateway.settings import GatewaySettings
-from clients.operator.settings import OperatorSettings
-from clients.scaler.settings import ScalerSettings
-from router.settings import Settings as RouterSettings
-from worker.io.settings import Settings as WorkerSettings
+from loraplex.adapter_store.app import StoreSettings
+from loraplex.gateway.settings import GatewaySettings
+from loraplex.operator.scaler.settings import ScalerSettings
+from loraplex.operator.settings import OperatorSettings
+from loraplex.router.settings import Settings as RouterSettings
+from loraplex.worker.io.settings import Settings as WorkerSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 PROCESSES: dict[str, type[Any]] = {
@@ -25,7 +25,7 @@ PROCESSES: dict[str, type[Any]] = {
 }
 HEAD = """# Settings
 
-Flags, with their defaults, of `python -m router`, `python -m worker`, `python -m adapter_store`, `loraplex gateway`,
+Flags, with their defaults, of `loraplex router`, `loraplex worker`, `loraplex store`, `loraplex gateway`,
 `loraplex scaler` and `loraplex operator`; `--help` prints them too. Without a default a setting is off or empty. Each
 is also an environment variable: `--relay-port` of the router is `LORAPLEX_ROUTER_RELAY_PORT`; the other prefixes are
 `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. A flag

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from options import StoppingParams
-from worker.engine_api import AdapterSource, NewSequence
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence
 
 VOCAB = 320
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -9,8 +9,8 @@ from typing import Self
 
 from redis.asyncio import Redis
 
-from deploy import valkey
-from rpc.children.process import Process
+from loraplex.cli import valkey
+from loraplex.runtime.rpc.children.process import Process
 from tests.valkey_cluster import free_port
 from tests.valkey_server import ValkeyServer
 

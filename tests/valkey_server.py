@@ -11,9 +11,9 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from broker.connection import connect
-from deploy import valkey
-from rpc.children.process import Process
+from loraplex.cli import valkey
+from loraplex.contracts.broker.connection import connect
+from loraplex.runtime.rpc.children.process import Process
 
 
 class ValkeyServer:

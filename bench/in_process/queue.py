@@ -7,12 +7,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from bench.in_process.redis import Client, Server
-from broker.claims import ClaimMemory
-from broker.keys import Keys
-from broker.liveness import Census, Liveness
-from broker.messages import Capacity, Job
-from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
-from broker.terms import Claimed, Placement, QueueLimits, UsageReport
+from loraplex.contracts.broker.claims import ClaimMemory
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import Census, Liveness
+from loraplex.contracts.broker.messages import Capacity, Job
+from loraplex.contracts.broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
+from loraplex.contracts.broker.terms import Claimed, Placement, QueueLimits, UsageReport
 
 T = TypeVar("T")
 

@@ -11,17 +11,9 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY adapter_store adapter_store
-COPY artifacts artifacts
-COPY broker broker
 COPY clients clients
-COPY deploy deploy
-COPY files files
-COPY grammars grammars
-COPY options options
+COPY loraplex loraplex
 COPY router router
-COPY rpc rpc
-COPY telemetry telemetry
-COPY tenancy tenancy
 COPY worker worker
 RUN PATH=/opt/build/bin:$PATH /opt/build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /wheels \
     ./clients/python . && \

@@ -16,9 +16,9 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from safetensors.numpy import save
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import BaseModel, ModuleShape, read_base_model
-from rpc.server import channel_options
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape, read_base_model
+from loraplex.runtime.rpc.server import channel_options
 from tests.adapter_store.sources.places import seaweed
 
 CONFIG = "adapter_config.json"

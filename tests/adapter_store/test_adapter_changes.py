@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from obstore.store import MemoryStore
 
-from adapter_store.adapter_changes import AdapterChanges
-from adapter_store.database import Database
-from adapter_store.grants import Grants
-from adapter_store.replica import Replica
-from artifacts.names import AdapterName
+from loraplex.adapter_store.adapter_changes import AdapterChanges
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.grants import Grants
+from loraplex.adapter_store.replica import Replica
+from loraplex.contracts.artifacts.names import AdapterName
 
 MADE = (
     "INSERT INTO adapters VALUES (1, 'acme', 'a', 'tiny', 0, 0, 0), (2, 'globex', 'b', 'tiny', 0, 0, 0)",

@@ -10,15 +10,15 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+
+from loraplex.adapter_store.api_keys import ApiKey, ApiKeys
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.database import Database
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
-
-from adapter_store.api_keys import ApiKey, ApiKeys
-from adapter_store.app import Store, StoreSettings
-from adapter_store.database import Database
-from rpc.principal import Role
-from rpc.server import channel_options
-from tenancy.api_keys import hash_of, split_api_key
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.rpc.server import channel_options
+from loraplex.runtime.tenancy.api_keys import hash_of, split_api_key
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store import backup
-from adapter_store.storage import CorruptBlob, DataDirectoryError
-from artifacts.names import AdapterName
+from loraplex.adapter_store import backup
+from loraplex.adapter_store.storage import CorruptBlob, DataDirectoryError
+from loraplex.contracts.artifacts.names import AdapterName
 from tests.adapter_store.sources.places import bucket_of
 from tests.adapter_store.test_shared_catalog import parts
 
@@ -48,7 +48,15 @@ def test_a_damaged_file_is_named_and_no_catalog_is_written(tmp_path: Path) -> No
         backup.copy(str(tmp_path / "a"), str(tmp_path / "b"))
     store.database.close()
     store.data.close()
-    command = [sys.executable, "-m", "adapter_store.backup", "--from", str(tmp_path), "--to", str(tmp_path / "c")]
+    command = [
+        sys.executable,
+        "-m",
+        "loraplex.adapter_store.backup",
+        "--from",
+        str(tmp_path),
+        "--to",
+        str(tmp_path / "c"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == f"error: --from: {tmp_path} has no catalog.db: it is not a store's directory\n"

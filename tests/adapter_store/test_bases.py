@@ -12,10 +12,10 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.database import MIGRATIONS, Database
-from artifacts.base_model import BaseModel, ModuleShape
-from artifacts.generation_config import GenerationConfig
-from artifacts.names import sha256_bytes
+from loraplex.adapter_store.database import MIGRATIONS, Database
+from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape
+from loraplex.contracts.artifacts.generation_config import GenerationConfig
+from loraplex.contracts.artifacts.names import sha256_bytes
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client

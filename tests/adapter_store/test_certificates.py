@@ -11,16 +11,16 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import Store, StoreSettings
-from adapter_store.database import MIGRATIONS, Database
-from adapter_store.records import find_revision
-from artifacts.base_model import BaseModel
-from artifacts.fitness import Figures
-from artifacts.names import RevisionName
-from router.catalog.adapters import resolve_adapters
-from router.catalog.store_client import StoreClient
-from router.request import Request, WeightedAdapter
-from rpc.errors import Mismatch
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.database import MIGRATIONS, Database
+from loraplex.adapter_store.records import find_revision
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.fitness import Figures
+from loraplex.contracts.artifacts.names import RevisionName
+from loraplex.router.catalog.adapters import resolve_adapters
+from loraplex.router.catalog.store_client import StoreClient
+from loraplex.router.request import Request, WeightedAdapter
+from loraplex.runtime.rpc.errors import Mismatch
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
@@ -143,7 +143,7 @@ async def test_whole_answers_to_own_prompts_are_judged(
 
 def test_certificates_of_before_whole_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as before:
-        before.setattr("adapter_store.database.MIGRATIONS", MIGRATIONS[:5])
+        before.setattr("loraplex.adapter_store.database.MIGRATIONS", MIGRATIONS[:5])
         database = Database(tmp_path / "catalog.db")
         with database.transaction() as rows:
             rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 0, 0, 0)")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from adapter_store.app import Store
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import ChatSettings
-from broker.messages import AdapterRef
-from router.catalog.adapters import AdapterConfigs, AdapterSettings
-from router.catalog.store_client import StoreClient
-from rpc.errors import NotFound
+from loraplex.adapter_store.app import Store
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import ChatSettings
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.router.catalog.adapters import AdapterConfigs, AdapterSettings
+from loraplex.router.catalog.store_client import StoreClient
+from loraplex.runtime.rpc.errors import NotFound
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client

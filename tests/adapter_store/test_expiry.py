@@ -13,10 +13,10 @@ from google.protobuf.duration_pb2 import Duration
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import releases_pb2, releases_pb2_grpc
 
-from adapter_store.app import Store
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.adapter_store.app import Store
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from tests.adapter_store.conftest import metadata
 
 if TYPE_CHECKING:

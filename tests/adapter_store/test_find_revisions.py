@@ -8,7 +8,7 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.base_model import BaseModel
 from tests.adapter_store.conftest import CONFIG, WEIGHTS
 
 

@@ -13,9 +13,9 @@ from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from tests.small_disks import SmallDisk
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from loraplex.adapters.v1 import adapters_pb2 as pb
-from loraplex.admin.v1 import grants_pb2, grants_pb2_grpc
 
-from adapter_store.app import Store
-from adapter_store.database import Database
-from adapter_store.grants import Grants
-from artifacts.base_model import BaseModel
-from artifacts.names import AdapterName
-from rpc.errors import Exhausted
+from loraplex.adapter_store.app import Store
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.grants import Grants
+from loraplex.admin.v1 import grants_pb2, grants_pb2_grpc
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.names import AdapterName
+from loraplex.runtime.rpc.errors import Exhausted
 
 Refusal = Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]
 NAME = "tenants/acme/adapters/support"

@@ -15,12 +15,12 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import StoreSettings
-from adapter_store.open_calls import OpenUploads
-from artifacts.base_model import BaseModel, ModuleShape
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from rpc.errors import CallError
+from loraplex.adapter_store.app import StoreSettings
+from loraplex.adapter_store.open_calls import OpenUploads
+from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.runtime.rpc.errors import CallError
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client

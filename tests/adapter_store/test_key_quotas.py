@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc, tenants_pb2, tenants_pb2_grpc
-from loraplex_client import AsyncStoreClient, ResourceExhaustedError, Tls
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc, tenants_pb2, tenants_pb2_grpc
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex_client import AsyncStoreClient, ResourceExhaustedError, Tls
 from tests.credentials_files import write_tls_files
 
 CONFIG = b"{}"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.convert import adapter_to_pb, decode_token, fill_page
-from adapter_store.records import Adapter, FitnessCertificate
-from adapter_store.service import Lists
-from artifacts.base_model import BaseModel
-from artifacts.names import AdapterName
+from loraplex.adapter_store.convert import adapter_to_pb, decode_token, fill_page
+from loraplex.adapter_store.records import Adapter, FitnessCertificate
+from loraplex.adapter_store.service import Lists
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.names import AdapterName
 from tests.adapter_store.conftest import CONFIG, WEIGHTS
 
 
@@ -54,7 +54,7 @@ async def test_a_revision_is_read_with_its_own_certificates_alone(
         made.append(FitnessCertificate(*fields))
         return made[-1]
 
-    monkeypatch.setattr("adapter_store.records.FitnessCertificate", counted)
+    monkeypatch.setattr("loraplex.adapter_store.records.FitnessCertificate", counted)
     await client.call("GetAdapter", pb.GetAdapterRequest(name="support"))
     assert len(made) == 1
     await client.call("ListRevisions", pb.ListRevisionsRequest(parent="support", page_size=2))

@@ -10,15 +10,15 @@ from typing import Any
 import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2
+
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.plans import StoredPlans
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
-
-from adapter_store.app import Store, StoreSettings
-from adapter_store.plans import StoredPlans
-from artifacts.base_model import BaseModel, read_base_model
-from rpc.errors import CallError, Exhausted
-from rpc.shares import Shares
-from tenancy.plans import Plan
+from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
+from loraplex.contracts.plans import Plan
+from loraplex.runtime.rpc.errors import CallError, Exhausted
+from loraplex.runtime.rpc.shares import Shares
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
 BYTES = sum(map(len, FILES.values()))

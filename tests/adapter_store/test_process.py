@@ -1,4 +1,4 @@
-"""`python -m adapter_store` as a process: start, refusals, SIGTERM, and kill -9 at any moment.
+"""`loraplex store` as a process: start, refusals, SIGTERM, and kill -9 at any moment.
 
 `STORE_KILLS=20` kills more often than the gate does.
 """
@@ -22,11 +22,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import StoreSettings
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from rpc.settings import SettingsError, read_settings
+from loraplex.adapter_store.app import StoreSettings
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.runtime.rpc.settings import SettingsError, read_settings
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
@@ -39,7 +39,7 @@ KILLS = int(os.environ.get("STORE_KILLS", "2"))
 async def spawn(*flags: str, **environ: str) -> Process:
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "adapter_store", *flags, stdout=pipe, stderr=pipe, env={**os.environ, **environ}
+        sys.executable, "-m", "loraplex.adapter_store", *flags, stdout=pipe, stderr=pipe, env={**os.environ, **environ}
     )
 
 

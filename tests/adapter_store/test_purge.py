@@ -11,6 +11,8 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from loraplex.adapters.v1 import adapters_pb2
+
+from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.admin.v1 import (
     grants_pb2,
     grants_pb2_grpc,
@@ -21,9 +23,7 @@ from loraplex.admin.v1 import (
     tenants_pb2_grpc,
 )
 from loraplex.admin.v1 import tenants_pb2 as pb
-
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.base_model import BaseModel
 
 TENANT, OTHER = "purgedtenant", "globex"
 NAMED = "secretproject"

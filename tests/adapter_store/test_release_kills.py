@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.database import Database
-from adapter_store.releases import Releases
-from adapter_store.rollouts import GateResult, Origin, ReleaseName, RolloutPlan, RolloutStep
-from artifacts.names import AdapterName, RevisionName
-from artifacts.outcomes import Outcomes, StepOutcomes
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.releases import Releases
+from loraplex.adapter_store.rollouts import GateResult, Origin, ReleaseName, RolloutPlan, RolloutStep
+from loraplex.contracts.artifacts.names import AdapterName, RevisionName
+from loraplex.contracts.artifacts.outcomes import Outcomes, StepOutcomes
 
 MOMENTS = int(os.environ.get("RELEASE_KILLS", "10"))
 SUPPORT = AdapterName("acme", "support")

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2, releases_pb2, releases_pb2_grpc
 
-from adapter_store.app import Store
-from artifacts.base_model import BaseModel
+from loraplex.adapter_store.app import Store
+from loraplex.contracts.artifacts.base_model import BaseModel
 from tests.adapter_store.conftest import Client, files_of, metadata
 
 ADAPTER = "tenants/acme/adapters/support"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.app import StoreSettings
-from rpc.settings import SettingsError, read_settings
+from loraplex.adapter_store.app import StoreSettings
+from loraplex.runtime.rpc.settings import SettingsError, read_settings
 
 
 def read(*argv: str, **environ: str) -> StoreSettings:

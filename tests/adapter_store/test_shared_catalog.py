@@ -22,26 +22,26 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from obstore.store import AzureStore, MemoryStore
 
-from adapter_store.app import Store, StoreSettings
-from adapter_store.bases import BaseModels
-from adapter_store.bucket import BucketDirectory
-from adapter_store.catalog import Catalog
-from adapter_store.database import MIGRATIONS, OLD_S, Database
-from adapter_store.deleted import DeletedRevisions
-from adapter_store.metrics import StoreMetrics
-from adapter_store.plans import StoredPlans, StoreQuotas
-from adapter_store.records import NewBase, NewRevision, Revision
-from adapter_store.replica import Replica
-from adapter_store.signers import Signers
-from adapter_store.storage import CorruptBlob, DataDirectory, DataDirectoryError
-from artifacts.base_model import read_base_model
-from artifacts.names import AdapterName, RevisionName, parse_reference
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE, revision_digest
-from router.catalog.store_client import KeyCopy, StoreClient
-from rpc.errors import Aborted, NotFound, Unavailable
-from rpc.principal import Role
-from tenancy.api_keys import KeyDirectory
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.bases import BaseModels
+from loraplex.adapter_store.bucket import BucketDirectory
+from loraplex.adapter_store.catalog import Catalog
+from loraplex.adapter_store.database import MIGRATIONS, OLD_S, Database
+from loraplex.adapter_store.deleted import DeletedRevisions
+from loraplex.adapter_store.metrics import StoreMetrics
+from loraplex.adapter_store.plans import StoredPlans, StoreQuotas
+from loraplex.adapter_store.records import NewBase, NewRevision, Revision
+from loraplex.adapter_store.replica import Replica
+from loraplex.adapter_store.signers import Signers
+from loraplex.adapter_store.storage import CorruptBlob, DataDirectory, DataDirectoryError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.names import AdapterName, RevisionName, parse_reference
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, revision_digest
+from loraplex.router.catalog.store_client import KeyCopy, StoreClient
+from loraplex.runtime.rpc.errors import Aborted, NotFound, Unavailable
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.tenancy.api_keys import KeyDirectory
 from tests.adapter_store.sources.places import AZURE_ACCOUNT, AZURE_KEY, azurite, bucket_of
 
 # Alias moves of the test of several stores; `make buckets` makes 1,000.
@@ -327,7 +327,7 @@ def test_a_later_versions_catalog_is_refused(open_parts: Callable[..., Parts], m
     with monkeypatch.context() as patched:
         steps = (*MIGRATIONS, "CREATE TABLE later (a TEXT)")
         for module in ("database", "replica"):
-            patched.setattr(f"adapter_store.{module}.MIGRATIONS", steps)
+            patched.setattr(f"loraplex.adapter_store.{module}.MIGRATIONS", steps)
         open_parts(bucket, "b")
     with pytest.raises(Exception, match="later version"):
         first.database.refresh()

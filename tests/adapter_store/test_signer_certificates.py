@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from artifacts import ArtifactError
-from artifacts.statements import TrustedKey, TrustedRoots, read_certificates, verify_files
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.statements import TrustedKey, TrustedRoots, read_certificates, verify_files
 from tests.adapter_store.test_signers import SIGNED, TRAINER
 
 BUNDLE = (SIGNED / "certificate.sig").read_bytes()

@@ -20,13 +20,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import releases_pb2, releases_pb2_grpc
 
-from adapter_store.app import Store, StoreSettings
-from adapter_store.signers import SignersError, read_signers
-from artifacts import ArtifactError
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from artifacts.statements import read_public_key, sign_statement, verify_files
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.signers import SignersError, read_signers
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.contracts.artifacts.statements import read_public_key, sign_statement, verify_files
 from tests.adapter_store.conftest import metadata
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import Store, StoreSettings
-from adapter_store.database import MIGRATIONS, Database
-from adapter_store.storage import DataDirectory, DataDirectoryError
-from artifacts.base_model import BaseModel
-from artifacts.names import sha256_bytes
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from rpc.errors import Exhausted
-from rpc.server import PortInUse
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.database import MIGRATIONS, Database
+from loraplex.adapter_store.storage import DataDirectory, DataDirectoryError
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.names import sha256_bytes
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.runtime.rpc.errors import Exhausted
+from loraplex.runtime.rpc.server import PortInUse
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
@@ -134,7 +134,7 @@ async def test_a_revision_whose_commit_fails_is_not_there(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("adapter_store.storage._sync_directory", full)
+        patch.setattr("loraplex.adapter_store.storage._sync_directory", full)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.upload("support", FILES)
     assert refusal(caught.value)[0] == "INTERNAL"
@@ -238,10 +238,10 @@ def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "catalog.db"
     Database(path).close()
     later = (*MIGRATIONS, "ALTER TABLE plans ADD COLUMN note TEXT; UPDATE plans SET note = 'none'")
-    monkeypatch.setattr("adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
+    monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
     with pytest.raises(DataDirectoryError, match="cannot be opened as the catalog: no such column"):
         Database(path)
-    monkeypatch.setattr("adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
+    monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
     for _ in range(2):
         database = Database(path)
         with database.reading() as rows:

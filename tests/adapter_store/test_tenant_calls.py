@@ -12,12 +12,12 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from adapter_store.open_calls import TenantCalls
-from rpc.principal import Role
-from rpc.server import Server
-from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from tenancy.guard import Guard
-from tenancy.permissions import Port
+from loraplex.adapter_store.open_calls import TenantCalls
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from loraplex.runtime.tenancy.guard import Guard
+from loraplex.runtime.tenancy.permissions import Port
 
 
 class Large(adapters_pb2_grpc.AdapterServiceServicer):

@@ -11,10 +11,10 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from artifacts.base_model import BaseModel
-from artifacts.names import sha256_bytes
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE, revision_digest
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.names import sha256_bytes
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, revision_digest
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client

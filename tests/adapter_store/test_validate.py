@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from adapter_store.validate import validate_adapter
-from artifacts import ArtifactError, MismatchError
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.adapter_store.validate import validate_adapter
+from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}

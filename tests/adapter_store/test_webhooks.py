@@ -18,10 +18,10 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import releases_pb2
 
-from adapter_store import webhooks
-from adapter_store.app import Store, StoreSettings
-from adapter_store.webhooks import WebhooksError, read_webhooks, signed_headers
-from artifacts.base_model import BaseModel
+from loraplex.adapter_store import webhooks
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.webhooks import WebhooksError, read_webhooks, signed_headers
+from loraplex.contracts.artifacts.base_model import BaseModel
 from tests.adapter_store.conftest import Client, files_of
 from tests.adapter_store.test_releases import ADAPTER, Releasing
 

@@ -10,19 +10,19 @@ from pathlib import Path
 import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2
-from loraplex_client import AsyncStoreClient, Tls
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import read_base_model
-from broker.messages import AdapterRef
-from clients.cli.models import registered
-from rpc.principal import Role
-from tenancy.signatures import GRANT_S, RevisionGrantIssuer, Signer
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.tenancy.signatures import GRANT_S, RevisionGrantIssuer, Signer
+from loraplex.worker.io.adapters.disk import DiskTier
+from loraplex.worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts, FetchFailedError
+from loraplex.worker.io.membership import wait_until_registered
+from loraplex_client import AsyncStoreClient, Tls
 from tests.credentials_files import tls_files
 from tests.worker.io.adapters.test_fetch import adapter
-from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts, FetchFailedError
-from worker.io.membership import wait_until_registered
 
 
 class World:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from artifacts import MismatchError
-from artifacts.peft_config import ACCEPTED, WHY_REFUSED, parse_peft_config
+from loraplex.contracts.artifacts import MismatchError
+from loraplex.contracts.artifacts.peft_config import ACCEPTED, WHY_REFUSED, parse_peft_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-fields.md"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from artifacts import ArtifactError, MismatchError
-from artifacts.added_tokens import (
+from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.added_tokens import (
     ADDED_FIELD,
     ENDS_FIELD,
     AddedToken,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from artifacts import ArtifactError
-from artifacts.base_model import ModuleShape, read_base_model
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import ModuleShape, read_base_model
 
 
 def test_the_manifest_of_a_directory(model_directory: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from artifacts import ArtifactError
-from artifacts.checkpoint import TensorInfo, read_header
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.checkpoint import TensorInfo, read_header
 
 PAIR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

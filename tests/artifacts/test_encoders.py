@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from artifacts import ArtifactError, MismatchError
-from artifacts.base_model import ModuleShape, read_base_model
-from artifacts.checkpoint import TensorInfo
-from artifacts.encoders import ENCODERS, canonical_header, check_head, head_tensors, with_prefix
-from artifacts.peft_config import parse_peft_config
+from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.base_model import ModuleShape, read_base_model
+from loraplex.contracts.artifacts.checkpoint import TensorInfo
+from loraplex.contracts.artifacts.encoders import ENCODERS, canonical_header, check_head, head_tensors, with_prefix
+from loraplex.contracts.artifacts.peft_config import parse_peft_config
 
 ROBERTA: dict[str, Any] = {
     "model_type": "roberta", "architectures": ["RobertaForSequenceClassification"], "max_position_embeddings": 20,

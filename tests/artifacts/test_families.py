@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from artifacts import ArtifactError
-from artifacts.families import KvShape, kv_shape
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.families import KvShape, kv_shape
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
 # Fields that other families read.

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from artifacts import ArtifactError
-from artifacts.fitness import Breach, Figures, FitnessLimits, Prompt, is_right, parse_prompts, wilson_interval
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.fitness import (
+    Breach,
+    Figures,
+    FitnessLimits,
+    Prompt,
+    is_right,
+    parse_prompts,
+    wilson_interval,
+)
 
 LIMITS = FitnessLimits(min_agreement=0.8, max_kl=0.2, max_drop=0.05)
 USER = {"role": "user", "content": "Is 7 prime?"}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
-from artifacts.generation_config import UNSAID, GenerationConfig, read_generation_config
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.generation_config import UNSAID, GenerationConfig, read_generation_config
 
 
 def read(**content: Any) -> GenerationConfig:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
-from artifacts.gguf_files import is_gguf, model_name, parts_of
-from artifacts.names import check_base_name
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.gguf_files import is_gguf, model_name, parts_of
+from loraplex.contracts.artifacts.names import check_base_name
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
-from artifacts.hash_model import HashModel, is_hash_spec, parse_hash_model
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.hash_model import HashModel, is_hash_spec, parse_hash_model
 
 
 def test_defaults_and_values() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from artifacts import ArtifactError
-from artifacts.names import (
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.names import (
     AdapterName,
     Reference,
     RevisionName,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from peft.utils.other import get_pattern_key
 
-from artifacts import ArtifactError, MismatchError
-from artifacts.peft_config import PeftConfig, parse_name_patterns, parse_peft_config
+from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.peft_config import PeftConfig, parse_name_patterns, parse_peft_config
 
 # Fields that peft 0.21 writes for LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM").
 WRITTEN: dict[str, Any] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
-from artifacts.quantization import check_device, parse_quantization, quantized_digest
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, quantized_digest
 
 NAMES = ("int8", "int8-zero-point", "int4", "int4-64", "int4-128", "fp8")
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from artifacts import ArtifactError, MismatchError
-from artifacts.checkpoint import TensorInfo
-from artifacts.names import is_digest, sha256_bytes
-from artifacts.peft_config import parse_peft_config
-from artifacts.revision import base_copies, check_copies, lora_tensors, revision_digest, trained_ends
+from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.checkpoint import TensorInfo
+from loraplex.contracts.artifacts.names import is_digest, sha256_bytes
+from loraplex.contracts.artifacts.peft_config import parse_peft_config
+from loraplex.contracts.artifacts.revision import base_copies, check_copies, lora_tensors, revision_digest, trained_ends
 
 WEIGHTS = sha256_bytes(b"weights")
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"

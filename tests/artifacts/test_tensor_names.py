@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from artifacts import ArtifactError
-from artifacts.revision import as_peft_names
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.revision import as_peft_names
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 

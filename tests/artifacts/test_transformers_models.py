@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from artifacts.checkpoint import read_header
-from artifacts.peft_config import CONFIG_FILE, parse_peft_config
-from artifacts.revision import WEIGHTS_FILE, lora_tensors
+from loraplex.contracts.artifacts.checkpoint import read_header
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, parse_peft_config
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, lora_tensors
 
 pytestmark = pytest.mark.model
 SIZES = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rpc.principal import TENANT_ROLES, Role
-from rpc.settings import is_installed
-from tenancy.api_keys import KEY_ROLES
-from tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Port
+from loraplex.runtime.rpc.principal import TENANT_ROLES, Role
+from loraplex.runtime.rpc.settings import is_installed
+from loraplex.runtime.tenancy.api_keys import KEY_ROLES
+from loraplex.runtime.tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Port
 
 # Ports by the word that the ready lines have for them; the client port has none.
 PORTS = {"public": Port.PUBLIC, "mtls": Port.PUBLIC, "operators": Port.OPERATORS, "operators-mtls": Port.OPERATORS}

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import grpc
 
-from broker.job_keys import new_job_key
-from rpc.children.process import Process
-from tenancy.api_keys import new_api_key
-from tenancy.development_ca import DevelopmentCa, write_private
-from tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
+from loraplex.contracts.broker.job_keys import new_job_key
+from loraplex.runtime.rpc.children.process import Process
+from loraplex.runtime.tenancy.api_keys import new_api_key
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
+from loraplex.runtime.tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
 from tests.authz.cases import SERVERS
 from tests.authz.credentials import AUDIENCE, ISSUER, Credentials, Issuer, make_certificates, make_keys
 from tests.valkey_server import ValkeyServer

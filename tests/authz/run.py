@@ -12,13 +12,13 @@ import grpc
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from loraplex.adapters.v1 import adapters_pb2, releases_pb2
-from loraplex.admin.v1 import accounts_pb2, grants_pb2, keys_pb2, plans_pb2, tenants_pb2
-from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
 
-from rpc.principal import TENANT_KEY, Role
-from rpc.status import DETAILS_KEY
-from tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
+from loraplex.admin.v1 import accounts_pb2, grants_pb2, keys_pb2, plans_pb2, tenants_pb2
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex.runtime.rpc.principal import TENANT_KEY, Role
+from loraplex.runtime.rpc.status import DETAILS_KEY
+from loraplex.runtime.tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
 from tests.authz.cases import NAMING, OPTIONAL, OTHER, REASONS, TWO, Case
 from tests.authz.cluster import Cluster
 from tests.authz.credentials import OTHER as OTHER_TENANT

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 
-from rpc.principal import Role
-from tenancy.permissions import PERMISSIONS
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.tenancy.permissions import PERMISSIONS
 from tests.authz.cases import OPTIONAL, SERVERS, Case, all_cases
 from tests.authz.cluster import Cluster, running
 from tests.authz.run import Caller

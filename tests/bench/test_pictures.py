@@ -41,7 +41,9 @@ def test_without_a_browser_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_saved_picture_keeps_the_colours_of_the_lines(tmp_path: Path, dark: bool) -> None:
     """Draw a dot of every colour beside shades of grey and blue, of which a page with texts and lines has most."""
-    style = (DOCS.parent / "clients" / "colours.css").read_text(encoding="utf-8").split("@media")[dark]
+    style = (
+        (DOCS.parent / "clients/loraplex/gateway/page/colours.css").read_text(encoding="utf-8").split("@media")[dark]
+    )
     found = re.findall(r"--(\w+): #(\w{6})", style)
     colours = {name: np.frombuffer(bytes.fromhex(value), np.uint8).astype(int) for name, value in found}
     fading = np.linspace(0, 1, 200)[:, None, None] * np.ones((1, 120, 1))

@@ -9,13 +9,19 @@ import msgspec
 from redis.asyncio import Redis
 
 from bench.in_process.redis import Client, Server
-from broker.claims import ClaimMemory, ClaimPlan
-from broker.functions import Library, load, shipped_functions
-from broker.keys import Keys
-from broker.liveness import Liveness
-from broker.messages import AdapterRef, Capacity, Job
-from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RemovedRecords
-from broker.terms import (
+from loraplex.contracts.broker.claims import ClaimMemory, ClaimPlan
+from loraplex.contracts.broker.functions import Library, load, shipped_functions
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job
+from loraplex.contracts.broker.queue import (
+    DeadlineUnattainableError,
+    JobQueue,
+    QuarantinedError,
+    QueueFullError,
+    RemovedRecords,
+)
+from loraplex.contracts.broker.terms import (
     FACTS,
     PLACE_BYTES,
     QUARANTINE_LIMIT_MS,
@@ -26,7 +32,7 @@ from broker.terms import (
     QueueState,
     UsageReport,
 )
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.options import SamplingParams, StoppingParams
 
 CLOCK = "test:now"
 START_MS = 1_700_000_000_000

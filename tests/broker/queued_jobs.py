@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.keys import Keys
-from broker.messages import Capacity, Job
-from broker.queue import JobQueue
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import Capacity, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.options import SamplingParams, StoppingParams
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

@@ -8,8 +8,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from broker import acl
-from broker.connection import connect
+from loraplex.contracts.broker import acl
+from loraplex.contracts.broker.connection import connect
 from tests.broker.clocked_queue import CLOCK
 
 PASSWORD = "of a test"

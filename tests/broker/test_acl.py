@@ -9,17 +9,24 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from broker import acl, functions
-from broker.cells import DrainedCells
-from broker.commands import DRAIN
-from broker.connection import connect
-from broker.functions import LIBRARY, FunctionsMissingError
-from broker.keys import LEDGER, RESUME_KEYS, Keys, merge_resume_keys, rotate_resume_keys, withdraw_resume_keys
-from broker.ledger import Ledger, Reservation
-from broker.liveness import Liveness
-from broker.messages import AdapterRef, AdapterRequest, Capacity
-from broker.queue import JobQueue
-from broker.terms import UsageReport
+from loraplex.contracts.broker import acl, functions
+from loraplex.contracts.broker.cells import DrainedCells
+from loraplex.contracts.broker.commands import DRAIN
+from loraplex.contracts.broker.connection import connect
+from loraplex.contracts.broker.functions import LIBRARY, FunctionsMissingError
+from loraplex.contracts.broker.keys import (
+    LEDGER,
+    RESUME_KEYS,
+    Keys,
+    merge_resume_keys,
+    rotate_resume_keys,
+    withdraw_resume_keys,
+)
+from loraplex.contracts.broker.ledger import Ledger, Reservation
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest, Capacity
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import UsageReport
 from tests.broker.clocked_queue import BASE, KEYS, make_job
 from tests.broker.role_clients import PASSWORD, refused, role_clients, run
 from tests.broker.test_dead import dead_job

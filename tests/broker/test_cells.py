@@ -13,8 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from broker.cells import LONGER, LONGER_S, Backlog, CellAddress, CellView, DrainedCells, choose_cell, parse_cells
-from broker.liveness import CellLoad
+from loraplex.contracts.broker.cells import (
+    LONGER,
+    LONGER_S,
+    Backlog,
+    CellAddress,
+    CellView,
+    DrainedCells,
+    choose_cell,
+    parse_cells,
+)
+from loraplex.contracts.broker.liveness import CellLoad
 
 DIGESTS = [f"sha256:{number}" for number in range(2_000)]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from broker import terms
-from broker.messages import Capacity
-from broker.queue import CHARGES_AT_ONCE
-from broker.terms import OUTPUT_WEIGHT, Placement, UsageReport
+from loraplex.contracts.broker import terms
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.queue import CHARGES_AT_ONCE
+from loraplex.contracts.broker.terms import OUTPUT_WEIGHT, Placement, UsageReport
 from tests.broker.clocked_queue import ClockedQueue, make_job
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

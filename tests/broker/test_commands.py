@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.commands import DRAIN, Command, CommandQueue, PinnedAdapters, Verb, decode_command, encode_command
-from broker.keys import Keys
-from broker.messages import AdapterRef, AdapterRequest
+from loraplex.contracts.broker.commands import (
+    DRAIN,
+    Command,
+    CommandQueue,
+    PinnedAdapters,
+    Verb,
+    decode_command,
+    encode_command,
+)
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest
 
 KEYS = Keys("model", "commands")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from broker.commands import DRAIN, CommandQueue
-from broker.connection import CONNECTIONS, REDIS_DOWN, RedisUnreachableError, connect
-from broker.keys import Keys
-from broker.liveness import Liveness
-from broker.messages import Capacity
-from broker.queue import JobQueue
-from broker.startup import connect_once_up
+from loraplex.contracts.broker.commands import DRAIN, CommandQueue
+from loraplex.contracts.broker.connection import CONNECTIONS, REDIS_DOWN, RedisUnreachableError, connect
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.startup import connect_once_up
 from tests.broker.clocked_queue import BASE, make_job
 from tests.valkey_cluster import ValkeyCluster
 from tests.valkey_sentinel import WatchedValkeys
@@ -163,7 +163,7 @@ async def test_a_primary_that_became_a_replica_is_left(
 
 
 async def test_a_call_to_a_server_that_hangs_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.connection.CALL_S", 0.3)
+    monkeypatch.setattr("loraplex.contracts.broker.connection.CALL_S", 0.3)
     server = ValkeyServer(directory)
     await server.start()
     try:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from broker.keys import Keys
-from broker.messages import STRIKES_LIMIT, Capacity, DeadJob
-from broker.queue import DeadLetters
-from broker.terms import PATIENCE_MS
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import STRIKES_LIMIT, Capacity, DeadJob
+from loraplex.contracts.broker.queue import DeadLetters
+from loraplex.contracts.broker.terms import PATIENCE_MS
 from tests.broker.clocked_queue import Clock, ClockedQueue, make_job
 
 KEYS = Keys("tiny", "main")

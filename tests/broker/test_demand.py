@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import Capacity
-from broker.terms import DEMAND_MS, HOLD_MS, Placement
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.terms import DEMAND_MS, HOLD_MS, Placement
 from tests.broker.clocked_queue import KEYS, ClockedQueue, library_on_test_clock, make_job
 
 ROOMY = Capacity(rows=64, rows_limit=64, tokens=100_000, max_tokens=4096, max_rank=64)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from broker.connection import RedisUnreachableError
-from broker.startup import EvictionWatch, connect_once_up
+from loraplex.contracts.broker.connection import RedisUnreachableError
+from loraplex.contracts.broker.startup import EvictionWatch, connect_once_up
 from tests.valkey_server import ValkeyServer
 
 

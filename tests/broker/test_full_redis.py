@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker import queue as queue_module
-from broker.commands import COMMANDS_LIMIT, DRAIN, Command, Verb
-from broker.functions import FunctionsMissingError
-from broker.liveness import Liveness
-from broker.messages import AdapterRef, AdapterRequest
-from broker.queue import JobQueue, QueueFullError
-from broker.terms import WAKE_LIMIT, Placement, QueueState, UsageReport
+from loraplex.contracts.broker import queue as queue_module
+from loraplex.contracts.broker.commands import COMMANDS_LIMIT, DRAIN, Command, Verb
+from loraplex.contracts.broker.functions import FunctionsMissingError
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest
+from loraplex.contracts.broker.queue import JobQueue, QueueFullError
+from loraplex.contracts.broker.terms import WAKE_LIMIT, Placement, QueueState, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 from tests.broker.test_dead import dead_job
 from tests.broker.test_liveness import worker

@@ -11,8 +11,16 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from broker import keys
-from broker.functions import CALLS_AT_ONCE, LIBRARY, BatchedFunction, Function, Library, load, shipped_functions
+from loraplex.contracts.broker import keys
+from loraplex.contracts.broker.functions import (
+    CALLS_AT_ONCE,
+    LIBRARY,
+    BatchedFunction,
+    Function,
+    Library,
+    load,
+    shipped_functions,
+)
 
 ECHO = "if ARGV[1] == 'bad' then return redis.error_reply('ERR bad') end return ARGV[1]"
 

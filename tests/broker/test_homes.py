@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
 from bench.in_process.queue import TimedQueue
-from broker.homes import PREFERRED, Preference, Roster, WorkerLoad
-from broker.messages import Capacity
-from broker.terms import Placement
+from loraplex.contracts.broker.homes import PREFERRED, Preference, Roster, WorkerLoad
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.terms import Placement
 from tests.broker.clocked_queue import BASE, make_job
 
 WORKERS, ROWS, SLOTS, LOAD = int(os.environ.get("RENDEZVOUS_WORKERS", "15")), 32, 32, 0.7

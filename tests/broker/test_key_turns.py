@@ -10,9 +10,17 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import Capacity
-from broker.queue import JobQueue
-from broker.terms import LOOKS_PER_CHECK, OUTPUT_WEIGHT, PROMPT_WEIGHT, KeyTerms, Placement, QueueLimits, QueueState
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import (
+    LOOKS_PER_CHECK,
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    KeyTerms,
+    Placement,
+    QueueLimits,
+    QueueState,
+)
 from tests.broker.clocked_queue import BASE, KEYS, Clock, ClockedQueue, make_job
 
 ROOMY = Capacity(rows=99, rows_limit=99, tokens=100_000, max_tokens=4096, max_rank=64)

@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from broker import terms
-from broker.keys import LEDGER
-from broker.ledger import (
+from loraplex.contracts.broker import terms
+from loraplex.contracts.broker.keys import LEDGER
+from loraplex.contracts.broker.ledger import (
     Counts,
     Ledger,
     LedgerUnreadyError,

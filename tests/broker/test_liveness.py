@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from broker.keys import Keys
-from broker.liveness import Liveness
-from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState, decode_record, encode_record
-from broker.queue import JobQueue
-from broker.terms import WORKER_TTL_MS, Placement
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import (
+    AdapterTiers,
+    Capacity,
+    WorkerPhase,
+    WorkerState,
+    decode_record,
+    encode_record,
+)
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import WORKER_TTL_MS, Placement
 from tests.broker.clocked_queue import LIBRARY_ON_TEST_CLOCK, Clock, make_job
 
 KEYS = Keys("tiny", "main")

@@ -8,10 +8,18 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.liveness import Liveness
-from broker.messages import AdapterRef
-from broker.queue import JobQueue
-from broker.terms import LOOKS_PER_CHECK, NO_KEY, KeyTerms, Placement, QueueLimits, QueueState, UsageReport
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import (
+    LOOKS_PER_CHECK,
+    NO_KEY,
+    KeyTerms,
+    Placement,
+    QueueLimits,
+    QueueState,
+    UsageReport,
+)
 from tests.broker.queued_jobs import KEYS, ROOMY, job
 
 TENANTS = ("a", "b", "c")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker import terms
-from broker.messages import Capacity
-from broker.terms import Placement, QueueLimits, QueueLoad, QueueState, UsageReport
+from loraplex.contracts.broker import terms
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.terms import Placement, QueueLimits, QueueLoad, QueueState, UsageReport
 from tests.broker.clocked_queue import KEYS, Clock, ClockedQueue, make_job
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

@@ -10,8 +10,17 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 
-from broker.messages import Capacity, Job, RowToShare
-from broker.terms import ALL_ROWS, NO_KEY, PATIENCE_MS, KeyTerms, Placement, QueueLimits, QueueState, UsageReport
+from loraplex.contracts.broker.messages import Capacity, Job, RowToShare
+from loraplex.contracts.broker.terms import (
+    ALL_ROWS,
+    NO_KEY,
+    PATIENCE_MS,
+    KeyTerms,
+    Placement,
+    QueueLimits,
+    QueueState,
+    UsageReport,
+)
 from tests.broker.clocked_queue import BASE, CLOCK, KEYS, ClockedQueue, WaitingJob, library_on_test_clock, make_job
 
 TENANTS = ("a", "b", "c", "d")

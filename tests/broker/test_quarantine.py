@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.messages import Capacity
-from broker.terms import DEATHS_MEMORY_MS, QUARANTINE_LIMIT_MS, QUARANTINE_MS
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.terms import DEATHS_MEMORY_MS, QUARANTINE_LIMIT_MS, QUARANTINE_MS
 from tests.broker.clocked_queue import ClockedQueue, make_job
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

@@ -13,11 +13,18 @@ import pytest
 from msgspec import DecodeError
 from redis.asyncio import Redis
 
-from broker import claims
-from broker.messages import MAX_ANSWERS, AdapterRef, AdapterRequest, WeightedRef, decode_job, encode_record
-from broker.queue import JobQueue
-from broker.terms import QueueState, UsageReport, work_of
-from options import Encode, Pooling, SamplingParams, StoppingParams, Task
+from loraplex.contracts.broker import claims
+from loraplex.contracts.broker.messages import (
+    MAX_ANSWERS,
+    AdapterRef,
+    AdapterRequest,
+    WeightedRef,
+    decode_job,
+    encode_record,
+)
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import QueueState, UsageReport, work_of
+from loraplex.contracts.options import Encode, Pooling, SamplingParams, StoppingParams, Task
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 
 

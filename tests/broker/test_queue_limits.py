@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import encode_record
-from broker.queue import JobQueue, QueueFullError
-from broker.terms import Placement, QueueLimits
+from loraplex.contracts.broker.messages import encode_record
+from loraplex.contracts.broker.queue import JobQueue, QueueFullError
+from loraplex.contracts.broker.terms import Placement, QueueLimits
 from tests.broker.queued_jobs import KEYS, claim, job
 
 

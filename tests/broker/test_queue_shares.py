@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import Capacity, encode_record
-from broker.terms import DISPLACED_PER_ENQUEUE, Placement, QueueLimits, QueueState
+from loraplex.contracts.broker.messages import Capacity, encode_record
+from loraplex.contracts.broker.terms import DISPLACED_PER_ENQUEUE, Placement, QueueLimits, QueueState
 from tests.broker.clocked_queue import KEYS, Clock, ClockedQueue, make_job
 from tests.broker.test_wake_ups import commands
 

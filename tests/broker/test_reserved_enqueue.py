@@ -9,16 +9,16 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
-from broker.keys import LEDGER
-from broker.ledger import (
+from loraplex.contracts.broker.keys import LEDGER
+from loraplex.contracts.broker.ledger import (
     Ledger,
     LedgerUnreadyError,
     QuotaReachedError,
     Reservation,
     ReserveCall,
 )
-from broker.queue import JobQueue, QueueFullError, UnreservedError
-from broker.terms import QueueLimits
+from loraplex.contracts.broker.queue import JobQueue, QueueFullError, UnreservedError
+from loraplex.contracts.broker.terms import QueueLimits
 from tests.broker.clocked_queue import KEYS, make_job
 from tests.broker.test_functions import round_trips
 

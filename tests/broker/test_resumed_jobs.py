@@ -6,8 +6,14 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from broker.messages import Capacity
-from broker.terms import CLAIM_RATE_MIN_MS, RESUME_LEAD_MS, RESUME_LEAD_WORK, QueueLimits, UsageReport
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.terms import (
+    CLAIM_RATE_MIN_MS,
+    RESUME_LEAD_MS,
+    RESUME_LEAD_WORK,
+    QueueLimits,
+    UsageReport,
+)
 from tests.broker.clocked_queue import Clock, ClockedQueue, make_job
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=1 << 30, max_tokens=1 << 30, max_rank=64)

@@ -15,10 +15,10 @@ import pytest
 from msgspec import DecodeError
 from redis.asyncio import Redis
 
-from broker.commands import DRAIN, Command, Verb, encode_command
-from broker.job_keys import JobKeys, check_job_key, new_job_key
-from broker.keys import Keys
-from broker.messages import (
+from loraplex.contracts.broker.commands import DRAIN, Command, Verb, encode_command
+from loraplex.contracts.broker.job_keys import JobKeys, check_job_key, new_job_key
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import (
     SEALED,
     AdapterRef,
     AdapterRequest,
@@ -31,12 +31,12 @@ from broker.messages import (
     decode_record,
     encode_record,
 )
-from broker.queue import JobQueue
-from broker.seals import COMMAND_S, Seals
-from broker.terms import SEALED_JOB_S, Placement
-from rpc.principal import Role
-from tenancy.development_ca import DevelopmentCa, write_private
-from tenancy.signatures import GRANT_S, RevisionGrantVerifier, Signer, Verifier, left_s
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.seals import COMMAND_S, Seals
+from loraplex.contracts.broker.terms import SEALED_JOB_S, Placement
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
+from loraplex.runtime.tenancy.signatures import GRANT_S, RevisionGrantVerifier, Signer, Verifier, left_s
 from tests.broker.clocked_queue import make_job
 from tests.credentials_files import CA, RefusedSeals, job_keys, router_seals, tls_files, worker_seals
 
@@ -272,7 +272,7 @@ async def test_a_waiting_job_is_sealed_anew_until_it_is_claimed_or_replaced(cell
 
 
 async def test_keys_are_taken_into_use_without_a_restart(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("files.LOOK_S", 0.0)
+    monkeypatch.setattr("loraplex.runtime.files.LOOK_S", 0.0)
     path = cell.directory / "job.key"
     old, new = path.read_text(), new_job_key("new")
     for text in (old + new, new + old):

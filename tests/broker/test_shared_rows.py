@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from broker import terms
-from broker.messages import Capacity, RowToShare
-from broker.terms import Placement, UsageReport
+from loraplex.contracts.broker import terms
+from loraplex.contracts.broker.messages import Capacity, RowToShare
+from loraplex.contracts.broker.terms import Placement, UsageReport
 from tests.broker.clocked_queue import ClockedQueue, make_job
 
 FULL = Capacity(rows=0, rows_limit=8, tokens=0, max_tokens=4096, max_rank=64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.messages import STRIKES_LIMIT, Capacity, Job
-from broker.terms import SUSPECT_MS, TRIED_MS, UsageReport
+from loraplex.contracts.broker.messages import STRIKES_LIMIT, Capacity, Job
+from loraplex.contracts.broker.terms import SUSPECT_MS, TRIED_MS, UsageReport
 from tests.broker.clocked_queue import ClockedQueue, make_job
 
 EMPTY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from artifacts.names import sha256_bytes
-from broker.messages import AdapterRef, AdapterRequest, WeightedRef
-from broker.queue import DeadLetters, JobQueue, RemovedRecords
-from broker.terms import KeyTerms, Placement
+from loraplex.contracts.artifacts.names import sha256_bytes
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest, WeightedRef
+from loraplex.contracts.broker.queue import DeadLetters, JobQueue, RemovedRecords
+from loraplex.contracts.broker.terms import KeyTerms, Placement
 from tests.broker.queued_jobs import KEYS, claim, job
 from tests.broker.test_dead import dead_job
 
@@ -81,7 +81,7 @@ async def test_a_lifted_quarantine_is_forgotten_and_others_stay(queue: JobQueue)
 async def test_more_jobs_than_one_script_looks_at(
     redis: Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.queue.LOOKS_AT_ONCE", MOST)
+    monkeypatch.setattr("loraplex.contracts.broker.queue.LOOKS_AT_ONCE", MOST)
     for number in range(MOST + 3):
         for tenant in (TENANT, OTHER):
             begun = number % 2

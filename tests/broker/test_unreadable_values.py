@@ -8,10 +8,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from broker.liveness import Liveness
-from broker.messages import AdapterRef
-from broker.queue import JobQueue, QuarantinedError
-from broker.terms import LOOKS_PER_CHECK, KeyTerms, Placement, QueueLimits, UsageReport
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.contracts.broker.queue import JobQueue, QuarantinedError
+from loraplex.contracts.broker.terms import LOOKS_PER_CHECK, KeyTerms, Placement, QueueLimits, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, job
 from tests.fuzz.queue_payloads import STATE
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from broker import terms
-from broker.claims import LOOKS_LIMIT, ClaimMemory
-from broker.messages import Capacity
-from broker.queue import JobQueue
+from loraplex.contracts.broker import terms
+from loraplex.contracts.broker.claims import LOOKS_LIMIT, ClaimMemory
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.queue import JobQueue
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 
 SMALL = replace(ROOMY, max_tokens=5)

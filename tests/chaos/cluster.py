@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
-from loraplex_client import AsyncStoreClient
 from redis.asyncio import Redis
 
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.cli.models import registered
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex_client import AsyncStoreClient
 from tests.chaos.history import Left, Revision
 from tests.chaos.links import Link
 from tests.chaos.plan import ADAPTERS, MODEL, MODEL_NAME, TENANTS

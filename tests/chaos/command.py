@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from rpc.children.process import LaunchError
+from loraplex.runtime.rpc.children.process import LaunchError
 from tests.chaos.checker import check
 from tests.chaos.history import read_history
 from tests.chaos.plan import LEDGER_KINDS, Kind, make_plan

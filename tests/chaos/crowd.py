@@ -15,11 +15,11 @@ from typing import Any, Self
 import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
+
+from loraplex.runtime.rpc.server import channel_options
 from loraplex_client import AsyncClient, LoraplexError
 from loraplex_client.endpoint import TENANT_KEY
 from loraplex_client.errors import error_of
-
-from rpc.server import channel_options
 from tests.chaos.arena import Arena
 from tests.chaos.history import CrowdCall, Request, Revision
 from tests.chaos.plan import MODEL, MODEL_NAME, PlannedFault

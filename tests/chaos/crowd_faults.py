@@ -7,9 +7,8 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from loraplex.contracts.broker.keys import Keys
 from loraplex_client import AsyncClient
-
-from broker.keys import Keys
 from tests.chaos.arena import Arena, Strike
 from tests.chaos.cluster import CLIENT_STALL_S, WAITING, register_model
 from tests.chaos.crowd import Crowd, Sort

@@ -11,7 +11,6 @@ from typing import Any
 from loraplex_client import EncodeOptions, LoraplexError, Piece, UnavailableError
 from loraplex_client.errors import DataLossError, ResourceExhaustedError
 from loraplex_client.generation import TokenLogprobs
-
 from tests.chaos.history import Answer, History, Observation, Pair, Refusal, Request, Revision, Score, Texts
 from tests.chaos.ledger import OVER_QUOTA, callers
 from tests.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request

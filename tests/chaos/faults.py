@@ -8,8 +8,8 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from broker.terms import HELD_MS
-from rpc.children.process import LaunchError
+from loraplex.contracts.broker.terms import HELD_MS
+from loraplex.runtime.rpc.children.process import LaunchError
 from tests.chaos import crowd_faults, redis_faults
 from tests.chaos.arena import Arena, Strike
 from tests.chaos.links import Link, Way

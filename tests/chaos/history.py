@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from options import Pooling, Task
+from loraplex.contracts.options import Pooling, Task
 from tests.hash_answers import Logprobs
 
 

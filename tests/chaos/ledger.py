@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
-from broker.keys import LEDGER, is_key_account
-from broker.ledger import Ledger, Reservation
-from broker.terms import HELD_MS, RECOVERY_MS
-from router.catalog.store_client import StoreClient
-from router.quotas.quotas import LINGER_S, RENEW_S, Plans, Quotas
-from router.quotas.usage import Facts
+from loraplex.contracts.broker.keys import LEDGER, is_key_account
+from loraplex.contracts.broker.ledger import Ledger, Reservation
+from loraplex.contracts.broker.terms import HELD_MS, RECOVERY_MS
+from loraplex.router.catalog.store_client import StoreClient
+from loraplex.router.quotas.quotas import LINGER_S, RENEW_S, Plans, Quotas
+from loraplex.router.quotas.usage import Facts
 from tests.accounts import account_of
 from tests.chaos.history import Account, Charged, Fault, Idle, Observation, Quota, Request, Revision
 from tests.chaos.oracle import prompt_tokens

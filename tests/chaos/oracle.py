@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from artifacts.hash_model import parse_hash_model
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.artifacts.hash_model import parse_hash_model
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine import hash_engine
+from loraplex.worker.engine.hash_engine import hash_root, id_bytes, next_allowed_token, next_listed_token
 from tests.chaos.history import Pair, Request
 from tests.hash_answers import (
     Asked,
@@ -19,8 +21,6 @@ from tests.hash_answers import (
 )
 from tests.hash_formats import GRAMMARS
 from tests.hash_oracle import bad_after, matching_after
-from worker.engine import hash_engine
-from worker.engine.hash_engine import hash_root, id_bytes, next_allowed_token, next_listed_token
 
 
 def truth(model: str, request: Request, choice: int) -> ExpectedChoice:

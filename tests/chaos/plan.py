@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from options import RANGES, Pooling, SamplingParams, Task
+from loraplex.contracts.options import RANGES, Pooling, SamplingParams, Task
 from tests.chaos.history import Pair, Request, Revision, Texts
 from tests.chaos.oracle import truth
 from tests.hash_answers import text_of

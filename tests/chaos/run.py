@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from broker.terms import REFUND_RECORD_MS
+from loraplex.contracts.broker.terms import REFUND_RECORD_MS
 from tests.chaos.arena import Arena
 from tests.chaos.cluster import WORKERS, ChaosCluster, chaos_cluster
 from tests.chaos.driver import Driver

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
+
 from loraplex_client import AsyncClient
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.generation import Attempt
-
 from tests.chaos.history import Call, Delta, Observation
 
 

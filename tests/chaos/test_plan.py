@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from loraplex_client.options import generate_request
-
 from tests.chaos.driver import options_of
 from tests.chaos.history import Pair, Revision
 from tests.chaos.oracle import truth

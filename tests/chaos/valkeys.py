@@ -19,9 +19,9 @@ from typing import Self
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from broker.connection import connect
-from deploy import valkey
-from rpc.children.process import Process
+from loraplex.cli import valkey
+from loraplex.contracts.broker.connection import connect
+from loraplex.runtime.rpc.children.process import Process
 from tests.chaos.links import Link
 
 DUMP = "dump.rdb"

@@ -15,13 +15,13 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from adapter_store.app import Store, StoreSettings
-from rpc.errors import CallError
-from rpc.server import Server
-from tenancy.guard import open_guard
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex.runtime.rpc.errors import CallError
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.guard import open_guard
 
 HANG = "hang"
 # An entry of a script: an event to send, an error or a bare status to end with, an event to wait for, or HANG.
@@ -269,7 +269,7 @@ def answer() -> list[inference_pb2.GenerateEvent]:
 def store_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real adapter store of its own process, with nothing in it."""
     data = tmp_path_factory.mktemp("store")
-    command = [sys.executable, "-m", "adapter_store", "--port", "0", "--data", str(data)]
+    command = [sys.executable, "-m", "loraplex.adapter_store", "--port", "0", "--data", str(data)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from loraplex_client import LoraplexError, StoreClient
 from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
-from artifacts.base_model import read_base_model
-from clients.cli.__main__ import app
-from clients.cli.models import registered
-from clients.cli.terminal import CommandError
-from options import StoppingParams
+from loraplex.cli.__main__ import app
+from loraplex.cli.models import registered
+from loraplex.cli.terminal import CommandError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence
+from loraplex_client import LoraplexError, StoreClient
 from tests.clients.directory_messages import ERRORS, SAYS
 from tests.clients.trained_directories import REFUSED, SERVED, TIED, load
 from tests.worker.engine.peft_oracle import MARGIN, PeftOracle
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("ignore")]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-directories.md"
@@ -44,7 +44,7 @@ class Base:
     """A tiny model in a directory, registered at a store, and an engine with it."""
 
     def __init__(self, directory: Path, store: str, *, tied: bool) -> None:
-        from worker.engine.torch_engine import build_engine
+        from loraplex.worker.engine.torch_engine import build_engine
 
         self.name, self._store = "tied" if tied else "tiny", store
         self.directory = PeftOracle(

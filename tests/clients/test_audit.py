@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 from typer.testing import CliRunner
 
-from adapter_store.app import Store, StoreSettings
-from clients.cli.__main__ import app
-from clients.cli.terminal import CommandError
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.cli.__main__ import app
+from loraplex.cli.terminal import CommandError
 
 
 def audit(*arguments: str | Path) -> str:

@@ -11,11 +11,11 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
-from clients.cli.terminal import CommandError
-from rpc.principal import Role
-from rpc.tls import TlsFiles
-from tenancy.certificates import principal_of
+from loraplex.cli.__main__ import app
+from loraplex.cli.terminal import CommandError
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.certificates import principal_of
 
 
 def certs(*arguments: str) -> str:

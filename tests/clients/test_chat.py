@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import loraplex_client as lx
 import pydantic
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
-from loraplex_client import lorax
 
-from clients.cli.__main__ import main
-from rpc import errors
+import loraplex_client as lx
+from loraplex.cli.__main__ import main
+from loraplex.runtime.rpc import errors
+from loraplex_client import lorax
 
 MESSAGES = [{"role": "user", "content": "Weather?"}]
 TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}

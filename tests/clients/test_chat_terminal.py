@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
-from loraplex_client import AsyncClient
 
-from clients.cli.chat import Conversation, LineEditor
-from clients.cli.terminal import CommandError
-from rpc import errors
+from loraplex.cli.chat import Conversation, LineEditor
+from loraplex.cli.terminal import CommandError
+from loraplex.runtime.rpc import errors
+from loraplex_client import AsyncClient
 from tests.clients.test_chat import events, saying
 
 HANG = "hang"
@@ -76,7 +76,7 @@ def chat(address: str, state: Path, term: str, *flags: str) -> Iterator[Chat]:
     ours, theirs = pty.openpty()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     environ |= {"TERM": term, "XDG_STATE_HOME": str(state), "COLUMNS": "60", "LINES": "20"}
-    command = [sys.executable, "-m", "clients.cli", "chat", "--router", address, *flags]
+    command = [sys.executable, "-m", "loraplex.cli", "chat", "--router", address, *flags]
     try:
         with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
             os.close(theirs)

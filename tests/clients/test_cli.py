@@ -17,18 +17,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import loraplex_client
 import pytest
-from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
 
-from artifacts import ArtifactError
-from clients.cli.__main__ import main
-from clients.cli.computations import ask_worker
-from clients.cli.terminal import CommandError
-from rpc import errors
+import loraplex_client
+from loraplex.cli.__main__ import main
+from loraplex.cli.computations import ask_worker
+from loraplex.cli.terminal import CommandError
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.runtime.rpc import errors
+from loraplex.worker.__main__ import measure
 from tests.cancelling_adapter import write_cancelling_adapter
-from worker.__main__ import measure
 
 if TYPE_CHECKING:
     from tests.tiny_models import TinyModel
@@ -51,7 +51,7 @@ Run = Callable[..., Done]
 
 
 def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "clients.cli", *arguments]
+    return [sys.executable, "-m", "loraplex.cli", *arguments]
 
 
 def _environ() -> dict[str, str]:
@@ -96,7 +96,7 @@ def test_help_lists_the_commands_and_loads_nothing_heavy() -> None:
     assert done.returncode == 0
     for command in ("up", "generate", "workers", "adapters", "models", "Exit codes"):
         assert command in done.stdout
-    code = "import sys, clients.cli.__main__; print(*sys.modules)"
+    code = "import sys, loraplex.cli.__main__; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"grpc", "torch", "transformers", "uvloop", "numpy", "rich.live"} & set(modules)
 
@@ -484,7 +484,7 @@ def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
         except ArtifactError as error:
             raise CommandError(str(error)) from error
 
-    monkeypatch.setattr("clients.cli.computations.ask_worker", ask_worker)
+    monkeypatch.setattr("loraplex.cli.computations.ask_worker", ask_worker)
 
 
 def test_a_rank_above_the_workers_is_told_at_the_push(
@@ -530,7 +530,7 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
     certificate = shown["revisions"][0]["certificates"][0]
     assert (certificate["verdict"], certificate["breach"].partition("0.")[0]) == ("warned", "greedy agreement ")
 
-    from worker.engine.quantized.copy import write_copy
+    from loraplex.worker.engine.quantized.copy import write_copy
 
     copy, prompts = tmp_path / "copy", tmp_path / "prompts.jsonl"
     write_copy(model, str(copy), "int8")
@@ -555,7 +555,7 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
 def test_a_worker_s_lines_of_progress_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = "print('Loading 1 of 2', 'measured 16 of 24 prompts', sep='\\n', file=sys.stderr); print('{}')"
     command = [sys.executable, "-c", f"import sys; {printed}"]
-    monkeypatch.setattr("clients.cli.computations.worker_command", lambda *_: command)
+    monkeypatch.setattr("loraplex.cli.computations.worker_command", lambda *_: command)
     lines: list[str] = []
     assert ask_worker("certify", {}, lines.append) == {}
     assert lines == ["measured 16 of 24 prompts"]
@@ -566,7 +566,7 @@ def test_a_worker_process_that_computes_says_what_is_wrong_in_one_line() -> None
         ask_worker("certify", {"model": "/nowhere", "quantized": "int8", "adapter": "a"})
     assert caught.value.exit_code == 2
     # Where only the command is installed.
-    without = "import sys; sys.modules['torch'] = None; from worker.__main__ import main; sys.exit(main())"
+    without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('loraplex.worker', run_name='__main__')"
     flags = ["--model=examples/model", "--quantized=int8", "--text=a"]
     done = subprocess.run(
         [sys.executable, "-c", without, "report", *flags], capture_output=True, text=True, check=False

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from loraplex.cluster.v1 import cluster_pb2 as pb
 from rich.console import Console
 
-from clients.cli import terminal
-from clients.cli.__main__ import app
-from clients.cli.adapters_top import view as adapters_view
-from clients.cli.cluster import Interval, Snapshot, worker_json
-from clients.cli.cluster_top import Rates, sparkline, view
+from loraplex.cli import terminal
+from loraplex.cli.__main__ import app
+from loraplex.cli.adapters_top import view as adapters_view
+from loraplex.cli.cluster import Interval, Snapshot, worker_json
+from loraplex.cli.cluster_top import Rates, sparkline, view
+from loraplex.cluster.v1 import cluster_pb2 as pb
 
 TABLES = {terminal.print_rows, terminal.print_fields, terminal.table_of}
 BOUNDS = (0.1, 0.2, 0.4)
@@ -181,7 +181,7 @@ def called(function: Callable[..., Any], callees: dict[Any, None] | None = None)
     callees = {} if callees is None else callees
     for name in function.__code__.co_names:
         callee = function.__globals__.get(name)
-        if inspect.isfunction(callee) and callee.__module__.startswith("clients.cli") and callee not in callees:
+        if inspect.isfunction(callee) and callee.__module__.startswith("loraplex.cli") and callee not in callees:
             callees[callee] = None
             called(callee, callees)
     return callees

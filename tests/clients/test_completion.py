@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import loraplex_client as lx
 import pytest
 import typer
-from loraplex.cluster.v1 import cluster_pb2
 
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
-from clients.cli.options import adapter_names, model_names, worker_ids
+import loraplex_client as lx
+from loraplex.cli.models import registered
+from loraplex.cli.options import adapter_names, model_names, worker_ids
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex.contracts.artifacts.base_model import read_base_model
 
 MODEL = read_base_model("hash:?vocab=1024&seed=3")
 NOBODY = "127.0.0.1:1"
@@ -45,7 +45,7 @@ def store(store_address: str, adapter_directory: Path) -> str:
 
 def test_bash_completes_adapters_and_files(store: str, tmp_path: Path) -> None:
     program = tmp_path / "loraplex"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m clients.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m loraplex.cli "$@"\n')
     program.chmod(0o700)
     (tmp_path / "model").mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}

@@ -9,6 +9,18 @@ from typing import Any
 
 import pytest
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
+from starlette.datastructures import Headers
+
+from loraplex.gateway.cluster import Cluster
+from loraplex.gateway.errors import HttpError
+from loraplex.runtime.rpc.principal import Role, calling_tenant
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from loraplex.runtime.tenancy.certificates import CertificateReader
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
+from loraplex.runtime.tenancy.guard import Guard
+from loraplex.runtime.tenancy.permissions import Port
 from loraplex_client import (
     AsyncClient,
     Client,
@@ -19,18 +31,6 @@ from loraplex_client import (
 )
 from loraplex_client.connection import Connection
 from loraplex_client.endpoint import TENANT_KEY, Credentials, credentials_of
-from starlette.datastructures import Headers
-
-from clients.gateway.cluster import Cluster
-from clients.gateway.errors import HttpError
-from rpc.principal import Role, calling_tenant
-from rpc.server import Server
-from rpc.tls import TlsFiles
-from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from tenancy.certificates import CertificateReader
-from tenancy.development_ca import DevelopmentCa
-from tenancy.guard import Guard
-from tenancy.permissions import Port
 
 
 def test_the_environment_has_the_credentials_of_a_client_without_any(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import loraplex_client as lx
 from loraplex.inference.v1 import inference_pb2
-from loraplex_client.endpoint import CHANNEL_OPTIONS
 
-from rpc.server import _SERVER_OPTIONS
+import loraplex_client as lx
+from loraplex.runtime.rpc.server import _SERVER_OPTIONS
+from loraplex_client.endpoint import CHANNEL_OPTIONS
 from tests.chaos.links import Link, Way
 
 HANG = "hang"

@@ -10,15 +10,15 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex_client import UnavailableError
 
-from clients.cli.cluster import ClusterReader
-from clients.cli.service import explain, store_client
-from clients.cli.terminal import CommandError
-from clients.loadtest.arrivals import Closed, Extent
-from clients.loadtest.decoding import PlanError
-from clients.loadtest.http_sender import find_target
-from clients.loadtest.plan import LoadPlan, Tenant
+from loraplex.cli.cluster import ClusterReader
+from loraplex.cli.service import explain, store_client
+from loraplex.cli.terminal import CommandError
+from loraplex.loadtest.arrivals import Closed, Extent
+from loraplex.loadtest.decoding import PlanError
+from loraplex.loadtest.http_sender import find_target
+from loraplex.loadtest.plan import LoadPlan, Tenant
+from loraplex_client import UnavailableError
 
 
 @pytest.fixture

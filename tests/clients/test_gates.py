@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.cli.gates import Golden, Judge, read_gates
-from clients.cli.terminal import CommandError
+from loraplex.cli.gates import Golden, Judge, read_gates
+from loraplex.cli.terminal import CommandError
 
 
 def write(tmp_path: Path, text: str) -> Path:

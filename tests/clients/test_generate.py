@@ -8,13 +8,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import loraplex_client as lx
 import pytest
 from loraplex.inference.v1 import inference_pb2
+
+import loraplex_client as lx
+from loraplex.runtime.rpc import errors
 from loraplex_client.generation import Fold
 from loraplex_client.lorax.ask import Ask
-
-from rpc import errors
 
 HANG = "hang"
 CANCEL_S = 20.0

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from loraplex_client import StoreClient
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from clients.cli.__main__ import app
-from clients.cli.gguf_models import CACHE_VARIABLE, adapter_name, local_model, run_to_its_end
-from clients.cli.models import read_model
-from clients.cli.terminal import CommandError
+from loraplex.cli.__main__ import app
+from loraplex.cli.gguf_models import CACHE_VARIABLE, adapter_name, local_model, run_to_its_end
+from loraplex.cli.models import read_model
+from loraplex.cli.terminal import CommandError
+from loraplex_client import StoreClient
 from tests.worker.engine.gguf.test_gguf_adapters import make_adapter
 from tests.worker.engine.gguf.written import make_source, write_adapter, write_model
 
@@ -69,7 +69,7 @@ def test_two_processes_import_a_file_once(file: Path, cache: Path, monkeypatch: 
         commands.append(command)
         run_to_its_end(command, *arguments, **options)
 
-    monkeypatch.setattr("clients.cli.gguf_models.run_to_its_end", count)
+    monkeypatch.setattr("loraplex.cli.gguf_models.run_to_its_end", count)
     # The lock is a file's, of which each thread has its own descriptor, as processes have.
     threads = [threading.Thread(target=lambda: found.append(local_model(str(file)))) for _ in range(2)]
     for thread in threads:
@@ -118,7 +118,7 @@ def test_import_writes_a_directory_and_overwrites_none(
 @pytest.mark.nightly
 def test_ctrl_c_leaves_nothing(file: Path, tmp_path: Path) -> None:
     """The signal goes to the command and its worker, as at a terminal."""
-    command = [sys.executable, "-m", "clients.cli", "models", "import", str(file), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "loraplex.cli", "models", "import", str(file), str(tmp_path / "out")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("imported 1 of ")

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from loraplex_client import AsyncStoreClient, NotFoundError
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
+from loraplex.cli.__main__ import app
+from loraplex_client import AsyncStoreClient, NotFoundError
 
 NAME = "tenants/acme/adapters/support"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
-from tenancy.api_keys import split_api_key
+from loraplex.cli.__main__ import app
+from loraplex.runtime.tenancy.api_keys import split_api_key
 
 
 async def keys(store: str, *arguments: str) -> str:

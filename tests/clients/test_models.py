@@ -9,12 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from loraplex_client import Module
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
-from clients.cli.models import layer_count, read_model, registered
-from clients.cli.terminal import CommandError
+from loraplex.cli.__main__ import app
+from loraplex.cli.models import layer_count, read_model, registered
+from loraplex.cli.terminal import CommandError
+from loraplex_client import Module
 
 EXAMPLE = Path("examples/model")
 

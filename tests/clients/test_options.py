@@ -8,12 +8,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from loraplex.inference.v1 import inference_pb2
+
+from loraplex.runtime.rpc import server
 from loraplex_client import Client, GenerateOptions, InvalidRequestError
 from loraplex_client.chat import CHAT_OPTIONS, chat_of
 from loraplex_client.endpoint import CHANNEL_OPTIONS
 from loraplex_client.options import generate_request
-
-from rpc import server
 
 EVERYTHING: GenerateOptions = {
     "messages": [{"role": "user", "content": "hi"}],

@@ -8,7 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
+from loraplex.cli.__main__ import app
 
 MODEL = {"default_model": "Qwen/Qwen3-0.6B"}
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import loraplex_client as lx
 import pytest
 from loraplex.inference.v1 import inference_pb2
+
+import loraplex_client as lx
+from loraplex.runtime.rpc import errors
 from loraplex_client.generation import Recovery
 from loraplex_client.options import generate_request
 from loraplex_client.retries import RESUME_PATIENCE_S, AddressRotation, RetryBudget, Tries, read_addresses
-
-from rpc import errors
 
 HANG = "hang"
 GONE = errors.Unavailable("the router is shutting down", retry_after_s=0.0, reason="ROUTER_DRAINING")

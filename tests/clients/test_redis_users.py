@@ -12,14 +12,14 @@ import pytest
 from redis.exceptions import NoPermissionError
 from typer.testing import CliRunner
 
-from broker.connection import RedisUnreachableError, connect
-from broker.keys import Keys
-from broker.liveness import Liveness
-from broker.queue import JobQueue
-from broker.startup import connect_once_up
-from broker.terms import QueueState
-from clients.cli.__main__ import app
-from clients.cli.terminal import CommandError
+from loraplex.cli.__main__ import app
+from loraplex.cli.terminal import CommandError
+from loraplex.contracts.broker.connection import RedisUnreachableError, connect
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.startup import connect_once_up
+from loraplex.contracts.broker.terms import QueueState
 from tests.broker.clocked_queue import make_job
 from tests.debian_program import debian_program
 from tests.valkey_server import ValkeyServer

@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 
 import pytest
-from loraplex_client import AsyncStoreClient, FitnessCertificate
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
-from clients.cli.terminal import CommandError
+from loraplex.cli.__main__ import app
+from loraplex.cli.terminal import CommandError
+from loraplex_client import AsyncStoreClient, FitnessCertificate
 
 NAME = "tenants/acme/adapters/support"
 GATES = '[[certificate]]\nname = "int8"\nquantization = "int8"\n'

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-import loraplex_client as lx
 import pytest
 from loraplex.inference.v1 import inference_pb2
+
+import loraplex_client as lx
+from loraplex.runtime.rpc import errors
 from loraplex_client import retries
 from loraplex_client.calls import Call as ServerCall
 from loraplex_client.retries import CALL_TRIES, RETRY_S, AddressRotation, RetryBudget, Tries
-
-from rpc import errors
 from tests.chaos.links import Link
 
 GONE = lx.UnavailableError("gone")

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import loraplex_client as lx
 import pytest
 
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
+import loraplex_client as lx
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
 
 Ask = Callable[..., Any]
 MODEL = read_base_model("hash:?vocab=1024&seed=3")

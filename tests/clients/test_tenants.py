@@ -8,13 +8,13 @@ import stat
 from pathlib import Path
 
 import pytest
-from loraplex_client import AsyncStoreClient
 from typer.testing import CliRunner
 
-from artifacts.base_model import read_base_model
-from clients.cli.__main__ import app
-from clients.cli.models import registered
-from clients.cli.terminal import CommandError
+from loraplex.cli.__main__ import app
+from loraplex.cli.models import registered
+from loraplex.cli.terminal import CommandError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex_client import AsyncStoreClient
 
 
 async def loraplex(store: str, *arguments: str, typed: str = "") -> str:

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import loraplex_client as lx
 import pytest
 
-from artifacts.base_model import read_base_model
-from clients.cli.__main__ import main
-from clients.cli.models import registered
+import loraplex_client as lx
+from loraplex.cli.__main__ import main
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
 from tests.adapter_store.sources.places import OciRegistry, served
 
 MODEL = read_base_model("hash:?vocab=1024")
@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             f'[[source]]\nprefix = "file://{tmp_path_factory.getbasetemp()}"\n[[source]]\n'
             f'prefix = "oci://registry.test/acme"\nendpoint = "{url}"\nallow_private = true\nexport = true\n'
         )
-        command = [sys.executable, "-m", "adapter_store", "--port", "0", "--data", str(place / "data")]
+        command = [sys.executable, "-m", "loraplex.adapter_store", "--port", "0", "--data", str(place / "data")]
         with subprocess.Popen([*command, "--sources", str(sources)], stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from artifacts.base_model import read_base_model
-from clients.cli.demo import DEMO_PROMPT, Question, adapter_scenes, choose, read_questions, run_demo
-from clients.cli.generate import AnswerTimer, format_figure
-from clients.cli.launch import LaunchPlan, _next_command
-from clients.cli.terminal import CommandError, print_fields, print_json, print_rows, printable
-from clients.cli.upload_tree import AdapterDirectory, AdapterTree, find_adapters
-from deploy.local import ClusterSettings, LocalCluster
-from rpc import errors
+from loraplex.cli.demo import DEMO_PROMPT, Question, adapter_scenes, choose, read_questions, run_demo
+from loraplex.cli.generate import AnswerTimer, format_figure
+from loraplex.cli.launch import LaunchPlan, _next_command
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.cli.terminal import CommandError, print_fields, print_json, print_rows, printable
+from loraplex.cli.upload_tree import AdapterDirectory, AdapterTree, find_adapters
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.runtime.rpc import errors
 
 
 def _adapter(directory: Path) -> Path:

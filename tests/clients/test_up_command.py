@@ -14,15 +14,15 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from loraplex_client import AsyncClient, AsyncStoreClient, LoraplexError, Tls, UnauthenticatedError
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import read_base_model
-from clients.cli.launch import LaunchPlan, _fill
-from clients.cli.models import registered
-from clients.cli.terminal import Activity, CommandError
-from clients.cli.upload_tree import AdapterTree
-from deploy.local import ClusterSettings
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.cli.launch import LaunchPlan, _fill
+from loraplex.cli.local import ClusterSettings
+from loraplex.cli.models import registered
+from loraplex.cli.terminal import Activity, CommandError
+from loraplex.cli.upload_tree import AdapterTree
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex_client import AsyncClient, AsyncStoreClient, LoraplexError, Tls, UnauthenticatedError
 
 MODEL = read_base_model("hash:", "tiny")
 
@@ -50,7 +50,7 @@ async def test_a_restart_serves_what_was_live(tmp_path: Path) -> None:
     flags = f"--model hash: --name tiny --adapters {adapters} --data-dir {data} --port 0 --store-port 0"
     flags += " --router-processes 2"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
-    command = [sys.executable, "-m", "clients.cli", "up", *flags.split()]
+    command = [sys.executable, "-m", "loraplex.cli", "up", *flags.split()]
     up = await asyncio.create_subprocess_exec(*command, env=environ, stdout=PIPE, stderr=PIPE)
     try:
         assert up.stdout is not None
@@ -108,7 +108,7 @@ async def test_a_secured_cluster_serves_keys_alone_and_stays_as_it_was(tmp_path:
     )
     directory = tmp_path / "secured"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
-    command = [sys.executable, "-m", "clients.cli", "up", "--model", "hash:", "--name", "tiny", "--demo"]
+    command = [sys.executable, "-m", "loraplex.cli", "up", "--model", "hash:", "--name", "tiny", "--demo"]
     command += ["--secured", str(directory), "--tenants", str(tmp_path / "teams.yaml")]
     command += ["--port", "0", "--store-port", "0", "--http", "0"]
     up = await asyncio.create_subprocess_exec(*command, env=environ, stdout=PIPE, stderr=PIPE)

@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import loraplex_client as lx
 import pytest
 from typer.testing import CliRunner
 
-from artifacts.base_model import read_base_model
-from clients.cli.__main__ import app
-from clients.cli.models import registered
-from clients.cli.terminal import CommandError
-from clients.cli.upload_tree import checked_adapter
+import loraplex_client as lx
+from loraplex.cli.__main__ import app
+from loraplex.cli.models import registered
+from loraplex.cli.terminal import CommandError
+from loraplex.cli.upload_tree import checked_adapter
+from loraplex.contracts.artifacts.base_model import read_base_model
 
 MODEL = read_base_model("hash:?vocab=1024&seed=3")
 Run = Callable[..., str]

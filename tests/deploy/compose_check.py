@@ -159,7 +159,8 @@ def _install_problems(
     for at in (at for at in instructions if at.name == "RUN"):
         words, where = at.arguments, f"{shown}:{at.line}"
         if "pip wheel" in at.text:
-            needed = {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "protos"}
+            packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+            needed = {*(package.removesuffix("/loraplex") for package in packages), "pyproject.toml", "protos"}
             needed.add(project["project"]["readme"])
             yield from (f"{where}: builds without a copy of {name}" for name in sorted(needed - copied))
         for name in (_expand(words[place + 1], arguments) for place, word in enumerate(words) if word == "-r"):

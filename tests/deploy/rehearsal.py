@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loraplex_client import AsyncClient
 from redis.asyncio import Redis
 
-from deploy import valkey
-from options import StoppingParams
-from rpc.children.process import Process
+from loraplex.cli import valkey
+from loraplex.contracts.options import StoppingParams
+from loraplex.runtime.rpc.children.process import Process
+from loraplex_client import AsyncClient
 from tests.debian_program import debian_program
 from tests.deploy.kubernetes_tools import ROOT, Manifest, render
 from tests.hash_oracle import expected_ids

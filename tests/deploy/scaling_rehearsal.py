@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from loraplex.scaler.v1 import externalscaler_pb2 as pb
 from loraplex.scaler.v1.externalscaler_pb2_grpc import ExternalScalerStub
-
 from tests.deploy.kubernetes_tools import render
 from tests.deploy.rehearsal import Cluster, Streams
 

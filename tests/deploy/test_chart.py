@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from loraplex_client import AsyncClient, AsyncStoreClient
 
+from loraplex_client import AsyncClient, AsyncStoreClient
 from tests.adapter_store.sources.places import bucket_of, put_files, seaweed
 from tests.deploy.compose_check import find_usage, read_invocation
 from tests.deploy.kubernetes_tools import (
@@ -159,12 +159,12 @@ def test_commands_have_flags_and_variables_that_the_programs_know(
                     assert known or not variable.startswith("LORAPLEX_"), (shown, variable)
                 checked.add(shown)
     assert checked == {
-        "python -m router",
-        "python -m worker",
-        "python -m adapter_store",
-        "python -m clients.gateway",
-        "python -m clients.scaler",
-        "python -m clients.operator",
+        "loraplex router",
+        "loraplex worker",
+        "loraplex store",
+        "loraplex gateway",
+        "loraplex scaler",
+        "loraplex operator",
         "loraplex models push",
     }
 

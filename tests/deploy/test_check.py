@@ -75,9 +75,9 @@ def test_the_worker_s_image_has_the_compiler_that_triton_starts_at_its_first_lau
 @pytest.mark.parametrize(
     ("name", "old", "new", "problem"),
     [
-        (COMPOSE, "- worker\n", "- wroker\n", "service worker: python -m wroker: no such module"),
-        (COMPOSE, "--relay-port=", "--relay-prot=", "service router: python -m router: unknown flag --relay-prot"),
-        (COMPOSE, "rpc.probe", "rpc.prober", "python -m rpc.prober: no such module"),
+        (COMPOSE, "- worker\n", "- wroker\n", "service worker: loraplex wroker: no such command"),
+        (COMPOSE, "--relay-port=", "--relay-prot=", "service router: loraplex router: unknown flag --relay-prot"),
+        (COMPOSE, "loraplex, probe", "loraplex, prober", "loraplex prober: no such command"),
         (COMPOSE, "{LORAPLEX_REDIS_URL:", "{LORAPLEX_REDIS:", "variable LORAPLEX_REDIS is known to no command of it"),
         (COMPOSE, "LORAPLEX_STORE_ADDRESS", "LORAPLEX_STORE_ADRESS", "variable LORAPLEX_STORE_ADRESS is known to no"),
         (COMPOSE, "loraplex.Dockerfile", "loraplex.dockerfile", "no Dockerfile deploy/docker/loraplex.dockerfile"),
@@ -113,8 +113,8 @@ def test_the_worker_s_image_has_the_compiler_that_triton_starts_at_its_first_lau
         (REGISTER, "loraplex models push", "loraplex models psh", "loraplex models psh: no such command"),
         (REGISTER, "--quantize", "--quantise", "loraplex models push: unknown flag --quantise"),
         (REGISTER, "loraplex models", "lora models", "lora: not a command of this project"),
-        (DOCKERFILE, "COPY broker broker\n", "", "builds without a copy of broker"),
-        (DOCKERFILE, "COPY broker broker", "COPY brokers brokers", "no file or directory brokers"),
+        (DOCKERFILE, "COPY router router\n", "", "builds without a copy of router"),
+        (DOCKERFILE, "COPY router router", "COPY routers routers", "no file or directory routers"),
         (
             DOCKERFILE,
             "COPY deploy/docker/locks deploy/docker/locks\n",

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from loraplex_client import AsyncClient, AsyncStoreClient
 
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
-from deploy.local import ClusterSettings, LocalCluster
-from rpc.children.process import LaunchError
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.runtime.rpc.children.process import LaunchError
+from loraplex_client import AsyncClient, AsyncStoreClient
 
 Leftovers = Callable[[], list[str]]
 
@@ -108,7 +108,7 @@ async def test_engines_that_die_while_they_start_end_the_start(
     leftovers: Leftovers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'worker.engine.process' in sys.orig_argv:\n    os._exit(7)\n"
+        "import os, sys\nif 'loraplex.worker.engine.process' in sys.orig_argv:\n    os._exit(7)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     async with LocalCluster(SETTINGS) as cluster:
@@ -171,7 +171,7 @@ async def test_a_stop_that_is_cancelled_kills_what_is_left(leftovers: Leftovers)
 
 LAUNCHER = f"""
 import asyncio
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
 
 async def main():
     async with LocalCluster(ClusterSettings(model={MODEL!r}, port=0, store_port=0)) as cluster:

@@ -25,10 +25,10 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.server import Server
-from rpc.tls import TlsFiles
-from tenancy.development_ca import DevelopmentCa
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
+from loraplex.runtime.tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
 from tests.edge_proxy import EDGE, edge_proxy, free_ports, write_edge_files
 from tests.rpc.half_sent import HalfSent

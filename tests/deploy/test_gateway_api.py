@@ -15,8 +15,8 @@ from loraplex.inference.v1 import inference_pb2
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.app import count_jobs, count_workers
-from router.metrics import RouterMetrics
+from loraplex.router.app import count_jobs, count_workers
+from loraplex.router.metrics import RouterMetrics
 from tests.broker.test_liveness import worker
 from tests.deploy.kubernetes_tools import ROOT, needs_helm, pods_of, render
 from tests.router.test_gauges import routed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvloop
 
-from rpc.children.process import Process
+from loraplex.runtime.rpc.children.process import Process
 
 READY_THEN_WAIT = "import signal; print('noise\\nready thing=1.2.3.4:5 other=x', flush=True); signal.pause()"
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
-from loraplex_client import AsyncClient, AsyncStoreClient
 from redis.asyncio import Redis
 
-from artifacts.base_model import read_base_model
-from broker.connection import connect
-from clients.cli.models import registered
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.cli.models import registered
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.connection import connect
+from loraplex_client import AsyncClient, AsyncStoreClient
 from tests import loop_watch
 from tests.broker.role_clients import refused
 from tests.faulty_store import FaultyStore

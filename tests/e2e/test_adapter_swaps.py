@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loraplex_client import AsyncClient, AsyncStoreClient
 
-from options import StoppingParams
+from loraplex.contracts.options import StoppingParams
+from loraplex_client import AsyncClient, AsyncStoreClient
 from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loraplex_client import AsyncClient, AsyncStoreClient
 from typer.testing import CliRunner
 
-from artifacts.base_model import read_base_model
-from clients.cli.__main__ import app
-from options import StoppingParams
+from loraplex.cli.__main__ import app
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.options import StoppingParams
+from loraplex_client import AsyncClient, AsyncStoreClient
 from tests.e2e.conftest import TENANT
 from tests.hash_oracle import expected_ids
 

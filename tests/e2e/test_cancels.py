@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from options import StoppingParams
+from loraplex.contracts.options import StoppingParams
 from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

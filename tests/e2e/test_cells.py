@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import grpc
 import pytest
 import pytest_asyncio
+
+from loraplex.cli.local import ClusterSettings, LocalCluster
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.cluster.v1 import cluster_pb2_grpc
+from loraplex.contracts.broker.keys import Keys
 from loraplex_client import AsyncClient, Generation, ResourceExhaustedError
-
-from broker.keys import Keys
-from deploy.local import ClusterSettings, LocalCluster
 from tests.e2e.conftest import TENANT, Cluster, jobs, running_cluster, write_hash_adapters
 from tests.e2e.test_worker_loss import MODEL, ask
 from tests.valkey_server import ValkeyServer
@@ -160,7 +160,7 @@ async def test_a_cell_whose_redis_is_lost_loses_nothing(
 
 async def loraplex(cells: Cells, *words: str) -> str:
     """Run `loraplex cells` against the first router; return what it prints, on either stream."""
-    command = (sys.executable, "-m", "clients.cli", "cells", *words, "--router", cells.cluster.local.router)
+    command = (sys.executable, "-m", "loraplex.cli", "cells", *words, "--router", cells.cluster.local.router)
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )

@@ -14,13 +14,13 @@ import pytest
 import pytest_asyncio
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
+
+from loraplex.cli.local import LocalCluster
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex_client import AsyncClient, AsyncStoreClient, GenerationConfig
 from loraplex_client.lorax import AsyncClient as LoraxClient
-
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
-from deploy.local import LocalCluster
-from options import SamplingParams, StoppingParams
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.hash_oracle import expected_ids
 

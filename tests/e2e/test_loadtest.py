@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from clients.loadtest.plan import load_toml, read_plan
-from clients.loadtest.workload import LoadRequest, Workload
+from loraplex.loadtest.plan import load_toml, read_plan
+from loraplex.loadtest.workload import LoadRequest, Workload
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -58,7 +58,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 async def start(*arguments: str) -> asyncio.subprocess.Process:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "clients.cli", "loadtest", *arguments,
+        sys.executable, "-m", "loraplex.cli", "loadtest", *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environ,
     )  # fmt: skip
 

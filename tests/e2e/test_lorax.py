@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex_client.lorax import AsyncClient, Client
 from loraplex_client.lorax.errors import NotFoundError, ValidationError
 from loraplex_client.lorax.types import FinishReason
-
-from options import SamplingParams, StoppingParams
 from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

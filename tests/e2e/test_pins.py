@@ -11,10 +11,10 @@ import grpc
 import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
+from loraplex.cli.__main__ import app
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from tests.faulty_store import Fault, FaultyStore
 

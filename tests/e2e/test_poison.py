@@ -9,11 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError, ResourceExhaustedError
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
-from options import SamplingParams, StoppingParams
+from loraplex.cli.__main__ import app
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError, ResourceExhaustedError
 from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

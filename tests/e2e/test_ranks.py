@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
 from tests.e2e.conftest import running_cluster
 from tests.e2e.test_shipped_model import ADAPTERS, EXAMPLES, FLAGS, prompt
 

@@ -26,12 +26,12 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from loraplex.adapters.v1 import releases_pb2, releases_pb2_grpc
-from loraplex_client import AsyncClient, AsyncStoreClient, Client
 
-from artifacts.names import sha256_file
-from clients.cli.gates import WINDOW, Examination, Result, read_gates
-from options import SamplingParams, StoppingParams
-from router.generation.rollouts import place_of
+from loraplex.cli.gates import WINDOW, Examination, Result, read_gates
+from loraplex.contracts.artifacts.names import sha256_file
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.router.generation.rollouts import place_of
+from loraplex_client import AsyncClient, AsyncStoreClient, Client
 from tests.adapter_store.sources.places import seaweed
 from tests.hash_oracle import expected_ids, expected_tokens
 

@@ -6,10 +6,9 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+from loraplex.contracts.broker.keys import LEDGER, Keys
+from loraplex.contracts.options import StoppingParams
 from loraplex_client import AsyncClient
-
-from broker.keys import LEDGER, Keys
-from options import StoppingParams
 from tests.e2e.conftest import StartCluster
 from tests.hash_oracle import expected_ids
 from tests.valkey_cluster import ValkeyCluster

@@ -13,6 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from loraplex_client import (
     AsyncClient,
     AsyncGenerationStream,
@@ -20,7 +21,6 @@ from loraplex_client import (
     Client,
     Generation,
 )
-
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

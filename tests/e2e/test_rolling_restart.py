@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loraplex_client import AsyncClient
 from typer.testing import CliRunner
 
-from clients.cli.__main__ import app
-from options import StoppingParams
+from loraplex.cli.__main__ import app
+from loraplex.contracts.options import StoppingParams
+from loraplex_client import AsyncClient
 from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from loraplex.contracts.options import StoppingParams
 from loraplex_client import AsyncClient, AsyncGenerationStream, Generation
-
-from options import StoppingParams
 from tests.e2e.conftest import TENANT
 from tests.hash_oracle import expected_ids
 
@@ -74,7 +73,7 @@ async def test_two_processes_serve_one_port_until_the_last_drain(start_cluster: 
         assert 0 < sum(answer.continuations > 0 for answer in answers) < len(answers)
 
         async def replaced() -> bool:
-            return len(re.findall(r" router-2 router\.app: serves$", log.read_text(), re.MULTILINE)) == 2
+            return len(re.findall(r" router-2 loraplex\.router\.app: serves$", log.read_text(), re.MULTILINE)) == 2
 
         await eventually(replaced)
         second = process_ids(log.read_text())
@@ -99,7 +98,7 @@ async def test_a_port_in_use_is_one_line() -> None:
         port = str(busy.getsockname()[1])
         flags = ("--port", port, "--processes", "2", "--store", "127.0.0.1:1", "--redis-url", "redis://127.0.0.1:1")
         router = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router", *flags), stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "loraplex.router", *flags), stderr=asyncio.subprocess.PIPE
         )
         assert router.stderr is not None
         said = await router.stderr.read()

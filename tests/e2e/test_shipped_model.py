@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from loraplex_client import Client
 
 from examples import raw_stub, structured
+from loraplex_client import Client
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.tiny_models import TinyModel
 

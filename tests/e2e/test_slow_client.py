@@ -13,9 +13,9 @@ from google.rpc import error_details_pb2, status_pb2
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from options import StoppingParams
-from rpc.principal import TENANT_KEY
-from rpc.status import DETAILS_KEY
+from loraplex.contracts.options import StoppingParams
+from loraplex.runtime.rpc.principal import TENANT_KEY
+from loraplex.runtime.rpc.status import DETAILS_KEY
 from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -15,14 +15,15 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
-from loraplex_client import NotFoundError
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from prometheus_client.parser import text_string_to_metric_families
+
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex_client import NotFoundError
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -160,7 +161,7 @@ COMMANDS = (("top", ()), ("top", ("--json",)), ("queues", ("--json",)))
 async def command(*arguments: str) -> str:
     """Return the output of `loraplex ARGUMENTS` in a pipe."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "clients.cli", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "loraplex.cli", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     stdout, stderr = await process.communicate()
     assert process.returncode == 0, stderr.decode()

@@ -128,7 +128,7 @@ async def test_the_blocks_of_the_tutorial(reader: Reader) -> None:
 @pytest.mark.model
 async def test_the_block_that_kills_a_worker(reader: Reader) -> None:
     last = blocks()[-1]
-    assert last.text.splitlines()[1] == 'pkill -9 -f "python -m worker"'
+    assert last.text.splitlines()[1] == 'pkill -9 -f "loraplex worker"'
     # Shorter answers than the page's, because the tests beside this one leave the model little of the processor.
     loadtest = last.text.splitlines()[0].replace("--duration 30", "--duration 3")
     loadtest = loadtest.replace("--answer-tokens 200", "--answer-tokens 40")

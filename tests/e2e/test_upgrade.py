@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loraplex_client import AsyncClient
 from redis.asyncio import Redis
 
-from broker.acl import ROLES, read_passwords, rules
-from broker.functions import LIBRARY, load
-from deploy.local import ClusterSettings, LocalCluster
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.contracts.broker.acl import ROLES, read_passwords, rules
+from loraplex.contracts.broker.functions import LIBRARY, load
+from loraplex_client import AsyncClient
 from tests.e2e.test_rolling_restart import CLIENTS, MODEL, Load
+
+# Modules that were the processes of the former version.
+FORMER_MODULES = {"router": "router", "worker": "worker", "store": "adapter_store", "gateway": "clients.gateway"}
 
 
 class UpgradedCluster(LocalCluster):
@@ -36,6 +39,9 @@ class UpgradedCluster(LocalCluster):
     async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:
         if environ is not None:  # not Valkey
             environ = {**environ, "PYTHONPATH": str(self.former or "")}
+            if self.former:
+                python, _, _, room, *flags = argv
+                argv = [python, "-m", FORMER_MODULES[room], *flags]
         await super()._spawn(name, argv, environ)
 
     async def renew(self, name: str) -> None:

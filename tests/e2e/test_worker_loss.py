@@ -20,10 +20,10 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
-from loraplex_client import AsyncGenerationStream, Generation
 
-from options import Encode, SamplingParams, StoppingParams
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex.contracts.options import Encode, SamplingParams, StoppingParams
+from loraplex_client import AsyncGenerationStream, Generation
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from tests.hash_oracle import expected_ids, expected_vector
 
@@ -177,7 +177,7 @@ async def test_every_text_is_answered_once_while_workers_are_killed(
     flags = "--task embed --texts 25 --concurrency 8 --prompt-tokens 20 -a a -a b -a base --json"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "clients.cli", "loadtest", *flags.split(), "--requests", str(TEXTS // 25),
+        sys.executable, "-m", "loraplex.cli", "loadtest", *flags.split(), "--requests", str(TEXTS // 25),
         "--tenant", TENANT, "--router", cluster.local.router, "--out", str(tmp_path),
         stdout=asyncio.subprocess.PIPE, env=environ,
     )  # fmt: skip

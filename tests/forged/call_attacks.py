@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
+
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
-
-from rpc.principal import TENANT_KEY, WORKER_GRANT_KEY, Role
-from rpc.tls import TlsFiles
-from tenancy.signatures import RevisionGrantIssuer, Signer
+from loraplex.runtime.rpc.principal import TENANT_KEY, WORKER_GRANT_KEY, Role
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.signatures import RevisionGrantIssuer, Signer
 from tests.forged.cluster import OTHER, TENANT
 from tests.forged.stage import ANSWER, PROMPT, THIEF, TIMEOUT_S, Stage, channel, incarnation_of, running_job
 from tests.hostile.run import OWN_ERROR

@@ -13,14 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex_client import AsyncClient, AsyncStoreClient, Tls
 from redis.asyncio import Redis
 
-from artifacts.base_model import read_base_model
-from broker.keys import Keys
-from clients.cli.models import registered
-from rpc.children.process import Process
-from rpc.tls import TlsFiles
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.keys import Keys
+from loraplex.runtime.rpc.children.process import Process
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex_client import AsyncClient, AsyncStoreClient, Tls
 from tests.credentials_files import job_keys, tls_files, write_tls_files
 from tests.valkey_server import ValkeyServer
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from broker.commands import DRAIN, Command, Verb, encode_command
-from broker.messages import AdapterRef, AdapterRequest, SealKind, encode_record
-from broker.queue import JobQueue
-from broker.seals import Seals
-from rpc.principal import Role
-from tenancy.signatures import Signer, Verifier
+from loraplex.contracts.broker.commands import DRAIN, Command, Verb, encode_command
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest, SealKind, encode_record
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.seals import Seals
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.tenancy.signatures import Signer, Verifier
 from tests.credentials_files import job_keys
 from tests.forged.cluster import KEYS, OTHER, TENANT
 from tests.forged.stage import PROMPT, THIEF, TIMEOUT_S, Stage, incarnation_of

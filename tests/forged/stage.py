@@ -11,15 +11,15 @@ from typing import Any
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from redis.asyncio import Redis
 
-from artifacts.base_model import read_base_model
-from broker.messages import AdapterRef, Job
-from options import SamplingParams, StoppingParams
-from rpc.principal import TENANT_KEY
-from rpc.tls import TlsFiles
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.messages import AdapterRef, Job
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.runtime.rpc.principal import TENANT_KEY
+from loraplex.runtime.rpc.tls import TlsFiles
 from tests.forged.cluster import KEYS, MODEL, OTHER, TENANT, Cluster
 
 THIEF = "loraplex://worker/thief"

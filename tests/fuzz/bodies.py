@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.fuzz.messages import changed_value
 from tests.fuzz.mutations import mutants

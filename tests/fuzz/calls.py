@@ -10,6 +10,7 @@ from functools import partial
 
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
+
 from loraplex.admin.v1 import (  # noqa: F401  # adds their services to the pool
     accounts_pb2,
     grants_pb2,
@@ -17,7 +18,6 @@ from loraplex.admin.v1 import (  # noqa: F401  # adds their services to the pool
     plans_pb2,
     tenants_pb2,
 )
-
 from tests.fuzz.mutations import changed_message, mutants
 from tests.hostile.cases import Case
 

@@ -15,16 +15,31 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from msgspec import DecodeError
 
-from broker.commands import Command, Verb, encode_command
-from broker.keys import Keys
-from broker.messages import AdapterRequest, Sealed, SealError, SealKind, decode_job, decode_record, encode_record
-from broker.seals import Seals
-from broker.terms import Placement
-from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
-from rpc.errors import CallError
-from rpc.principal import Role
-from tenancy.json_web_tokens import JwtReader, SigningKeys
-from tenancy.signatures import RevisionGrantIssuer, RevisionGrantVerifier, SignatureError, Signer, Verifier, left_s
+from loraplex.contracts.broker.commands import Command, Verb, encode_command
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import (
+    AdapterRequest,
+    Sealed,
+    SealError,
+    SealKind,
+    decode_job,
+    decode_record,
+    encode_record,
+)
+from loraplex.contracts.broker.seals import Seals
+from loraplex.contracts.broker.terms import Placement
+from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
+from loraplex.runtime.rpc.errors import CallError
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.tenancy.json_web_tokens import JwtReader, SigningKeys
+from loraplex.runtime.tenancy.signatures import (
+    RevisionGrantIssuer,
+    RevisionGrantVerifier,
+    SignatureError,
+    Signer,
+    Verifier,
+    left_s,
+)
 from tests.credentials_files import job_keys, router_seals, tls_files
 from tests.fuzz.queue_payloads import ADAPTER, JOBS
 from tests.fuzz.target import Target

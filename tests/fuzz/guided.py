@@ -14,16 +14,12 @@ from pathlib import Path
 import atheris
 
 ROOMS = [
-    "artifacts",
-    "broker",
-    "grammars",
     "jinja2",
-    "options",
-    "router",
-    "rpc",
-    "tenancy",
-    "worker.io",
-    "worker.engine.scheduling",
+    "loraplex.contracts",
+    "loraplex.router",
+    "loraplex.runtime",
+    "loraplex.worker.io",
+    "loraplex.worker.engine.scheduling",
 ]
 
 

@@ -6,8 +6,8 @@ import contextlib
 
 from msgspec import DecodeError
 
-from broker.commands import Command, Verb, decode_command, encode_command
-from broker.messages import (
+from loraplex.contracts.broker.commands import Command, Verb, decode_command, encode_command
+from loraplex.contracts.broker.messages import (
     AdapterRef,
     AdapterRequest,
     DeadJob,
@@ -18,12 +18,12 @@ from broker.messages import (
     decode_record,
     encode_record,
 )
-from options import Encode, StoppingParams
-from router.api.cluster import dead_job_message, worker_message
-from worker.engine.scheduling.sequence import check_sequence
-from worker.engine_api import EngineLimits, SequenceRefusedError
-from worker.io.local_jobs import LocalJobs, sequence_of
-from worker.io.relay.frames import attempt_of, next_frame
+from loraplex.contracts.options import Encode, StoppingParams
+from loraplex.router.api.cluster import dead_job_message, worker_message
+from loraplex.worker.engine.scheduling.sequence import check_sequence
+from loraplex.worker.engine_api import EngineLimits, SequenceRefusedError
+from loraplex.worker.io.local_jobs import LocalJobs, sequence_of
+from loraplex.worker.io.relay.frames import attempt_of, next_frame
 
 _LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, block_size=16, blocks=64, adapter_slots=4)
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from rpc.errors import Internal
+from loraplex.runtime.rpc.errors import Internal
 
 # Maximum processor time in seconds of one read.
 READ_S = 1.0

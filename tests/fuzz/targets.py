@@ -14,23 +14,22 @@ import msgspec
 from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from artifacts import ArtifactError
-from artifacts.checkpoint import read_header
-from artifacts.json_object import parse_object
-from artifacts.names import parse_reference, parse_revision_name
-from artifacts.peft_config import parse_peft_config
-from artifacts.quantization import stored_scheme
-from artifacts.revision import lora_tensors
-from grammars import GrammarError
-from grammars.build import json_grammar, lark_grammar, regex_grammar
-from router.api.convert import count_received, read_received, read_request
-from router.api.encoding import read_classify, read_embed
-from router.api.service import field_in_excess
-from router.api.sglang_messages import lark_of
-from router.text.chat_templates import Template
-from rpc.errors import CallError
-from tenancy.api_keys import bearer, split_api_key
-from tenancy.guard import is_tenant
+from loraplex.contracts.artifacts import ArtifactError, parse_object
+from loraplex.contracts.artifacts.checkpoint import read_header
+from loraplex.contracts.artifacts.names import parse_reference, parse_revision_name
+from loraplex.contracts.artifacts.peft_config import parse_peft_config
+from loraplex.contracts.artifacts.quantization import stored_scheme
+from loraplex.contracts.artifacts.revision import lora_tensors
+from loraplex.contracts.grammars import GrammarError
+from loraplex.contracts.grammars.build import json_grammar, lark_grammar, regex_grammar
+from loraplex.router.api.convert import count_received, read_received, read_request
+from loraplex.router.api.encoding import read_classify, read_embed
+from loraplex.router.api.service import field_in_excess
+from loraplex.router.api.sglang_messages import lark_of
+from loraplex.router.text.chat_templates import Template
+from loraplex.runtime.rpc.errors import CallError
+from loraplex.runtime.tenancy.api_keys import bearer, split_api_key
+from loraplex.runtime.tenancy.guard import is_tenant
 from tests.fuzz.credentials import CREDENTIALS
 from tests.fuzz.mutations import changed_message, changed_record
 from tests.fuzz.queue_payloads import JOBS, PAYLOADS, read_job, read_payload

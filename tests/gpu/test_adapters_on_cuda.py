@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.engine.lora.weights import AdapterWeights, LoraPair, TorchAdapterMemory
-from worker.engine_api import AdapterSource
+from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair, TorchAdapterMemory
+from loraplex.worker.engine_api import AdapterSource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

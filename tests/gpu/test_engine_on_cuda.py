@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.families import FAMILIES
+from loraplex.contracts.artifacts.families import FAMILIES
+from loraplex.worker.engine.model.runner import DecodeGraphs
+from loraplex.worker.engine.torch_engine import TorchEngine, build_engine
+from loraplex.worker.engine_api import EngineConfig, NewSequence, Output
 from tests.worker.engine.model.tiny_families import EXPERTS
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
-from worker.engine.model.runner import DecodeGraphs
-from worker.engine.torch_engine import TorchEngine, build_engine
-from worker.engine_api import EngineConfig, NewSequence, Output
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

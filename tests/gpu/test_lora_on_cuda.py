@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
 from tests.worker.engine.triton_runs import results_of
-from worker.engine.lora.weights import AdapterWeights, LoraPair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -28,7 +28,7 @@ def test_kernels_compute_what_a_loop_computes() -> None:
 
 
 def test_one_graph_serves_every_mix_and_every_adapter_that_comes_later() -> None:
-    from worker.engine.lora.cuda import CudaLora
+    from loraplex.worker.engine.lora.cuda import CudaLora
 
     cuda = torch.device("cuda")
     torch.manual_seed(1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grammars import GrammarError
-from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from grammars.prover import Prover
+from loraplex.contracts.grammars import GrammarError
+from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from loraplex.contracts.grammars.prover import Prover
 
 
 @pytest.fixture(scope="module")

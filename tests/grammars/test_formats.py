@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from grammars.json_schema import JsonStyle, Whitespace
-from grammars.matching import compile_grammar, proof_vocabulary
+from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from loraplex.contracts.grammars.json_schema import JsonStyle, Whitespace
+from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ GATEWAY_ASKS = 200
 
 async def main() -> int:
     """Send all cases one by one, then in other orders beside a quiet tenant; print what went wrong, and the times."""
-    from deploy.local import LocalCluster
+    from loraplex.cli.local import LocalCluster
     from tests.hostile.gateway import quiet_beside_floods
     from tests.hostile.quiet import p99, timed_apart
     from tests.hostile.run import attack, running

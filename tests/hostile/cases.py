@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loraplex.adapters.v1 import adapters_pb2 as store_pb
-from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from rpc.principal import TENANT_KEY
-from tenancy.permissions import PERMISSIONS
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex.runtime.rpc.principal import TENANT_KEY
+from loraplex.runtime.tenancy.permissions import PERMISSIONS
 
 TENANT = "mallory"
 INFERENCE = "/loraplex.inference.v1.InferenceService/"

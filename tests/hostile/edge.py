@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import httpx2
 
-from deploy.local import LocalCluster
-from rpc.server import channel_options
+from loraplex.cli.local import LocalCluster
+from loraplex.runtime.rpc.server import channel_options
 from tests.edge_proxy import edge_proxy, free_ports, listening
 from tests.hostile.cases import INFERENCE, TENANT
 from tests.hostile.run import Outcome, send_case

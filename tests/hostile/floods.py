@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
-from loraplex_client import AsyncClient
 
-from rpc.principal import TENANT_KEY
-from rpc.server import channel_options
+from loraplex.runtime.rpc.principal import TENANT_KEY
+from loraplex.runtime.rpc.server import channel_options
+from loraplex_client import AsyncClient
 from tests.hostile.cases import TENANT
 
 # A model with steps as long as on a GPU, and a context in which a prompt or an answer may be long.

@@ -17,16 +17,16 @@ from typing import Any
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from clients.gateway.app import serving
-from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import GatewaySettings
-from rpc.principal import Role, caller
-from rpc.server import Server
-from rpc.tls import TlsFiles
-from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from tenancy.development_ca import DevelopmentCa
-from tenancy.guard import Guard
-from tenancy.permissions import Port
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import GatewayMetrics
+from loraplex.gateway.settings import GatewaySettings
+from loraplex.runtime.rpc.principal import Role, caller
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
+from loraplex.runtime.tenancy.guard import Guard
+from loraplex.runtime.tenancy.permissions import Port
 from tests.edge_proxy import edge_proxy, free_ports, listening
 
 _BODY = b'{"model":"hash","prompt":"x","max_tokens":9,"stream":true}'

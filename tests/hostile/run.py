@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from loraplex_client import AsyncStoreClient
 
-from artifacts.base_model import BaseModel, read_base_model
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from clients.cli.models import registered
-from deploy.local import ClusterSettings, LocalCluster
-from rpc.server import channel_options
+from loraplex.cli.local import ClusterSettings, LocalCluster
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.runtime.rpc.server import channel_options
+from loraplex_client import AsyncStoreClient
 from tests.hostile.cases import ADMIN, STORE, TENANT, Case
 from tests.hostile.specs import TEMPLATES
 from tests.hostile.uploads import BASE, MODULES

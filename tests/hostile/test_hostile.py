@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 from loraplex.inference.v1 import inference_pb2_grpc
-from loraplex_client import AsyncClient
 
-from deploy.local import LocalCluster
-from rpc.server import channel_options
+from loraplex.cli.local import LocalCluster
+from loraplex.runtime.rpc.server import channel_options
+from loraplex_client import AsyncClient
 from tests.hostile import edge, floods
 from tests.hostile.edge import behind_edge
 from tests.hostile.gateway import FLOODS, quiet_beside_floods

@@ -9,9 +9,9 @@ from typing import Any
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from artifacts.base_model import ModuleShape
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.contracts.artifacts.base_model import ModuleShape
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from tests.hostile.cases import STORE, Case
 
 MODULES = tuple(

@@ -71,7 +71,7 @@ def _reason(output: str) -> str:
 @asynccontextmanager
 async def running_cluster(*flags: str) -> AsyncIterator[Mapping[str, str]]:
     """Run `loraplex up` with a gateway; yields the addresses of `router`, `store` and `http`."""
-    command = [sys.executable, "-m", "clients.cli", "up", "--http", "0", "--port", "0", "--store-port", "0", *flags]
+    command = [sys.executable, "-m", "loraplex.cli", "up", "--http", "0", "--port", "0", "--store-port", "0", *flags]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     up = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environ, stdout=PIPE, stderr=DEVNULL)
     try:

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from loraplex_client.adapter_directory import read_config
 
-from adapter_store.app import StoreSettings
-from artifacts.fitness import FitnessLimits
+from loraplex.adapter_store.app import StoreSettings
+from loraplex.contracts.artifacts.fitness import FitnessLimits
+from loraplex_client.adapter_directory import read_config
 from tests.real.conftest import WHOLE
 
 LIMITS = FitnessLimits(
@@ -37,7 +37,7 @@ LIMITS = FitnessLimits(
 def test_verdicts_agree_with_accuracies(
     model_directory: Path, adapters: dict[str, Path], tmp_path: Path, scheme: str, adapter: str, verdict: str
 ) -> None:
-    from worker.engine.evaluation.certificate import certify
+    from loraplex.worker.engine.evaluation.certificate import certify
 
     directory = shutil.copytree(adapters[adapter], tmp_path / adapter)
     (directory / "adapter_config.json").write_bytes(read_config(directory))

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from loraplex_client import Generation
 
 from examples.tasks import CHECK, TASKS
+from loraplex_client import Generation
 from tests.e2e.conftest import Cluster, running_cluster
 from tests.real.conftest import WHOLE
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loraplex_client import InvalidRequestError
 
+from loraplex_client import InvalidRequestError
 from tests.e2e.conftest import running_cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]

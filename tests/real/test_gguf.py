@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.real import fetch_gguf
-from options import StoppingParams
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.worker.engine_api import EngineConfig, NewSequence
 from tests.real.conftest import WHOLE
 from tests.real.test_chats import MARGIN, chats
 from tests.worker.conftest import run_until_idle
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import EngineConfig, NewSequence
 
 pytestmark = [
     pytest.mark.model,
@@ -31,7 +31,7 @@ PROMPTS, TOKENS = 50, 32
 MEMORY = 1_000_000_000
 MEASURE = """
 import resource, subprocess, sys
-subprocess.run([sys.executable, "-m", "worker", "import-gguf", *sys.argv[1:]], check=True)
+subprocess.run([sys.executable, "-m", "loraplex.worker", "import-gguf", *sys.argv[1:]], check=True)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.ledger import Ledger
-from broker.queue import JobQueue
-from broker.terms import Placement
-from router.dispatch.dispatcher import Dispatcher
-from router.quotas.quotas import Plans, Quotas
+from loraplex.contracts.broker.ledger import Ledger
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Placement
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.quotas.quotas import Plans, Quotas
 from tests.router.recording_link import KEYS
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from broker.keys import Keys
-from broker.messages import Capacity, Job
-from broker.queue import JobQueue
-from options import FinishReason, SamplingParams, StoppingParams
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import Frame, WorkerLink
-from router.dispatch.routed_job import RoutedJob
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import Capacity, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import Frame, WorkerLink
+from loraplex.router.dispatch.routed_job import RoutedJob
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

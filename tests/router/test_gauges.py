@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.messages import AdapterRef, WeightedRef, WorkerPhase
-from router.app import count_jobs, count_workers
-from router.dispatch.routed_job import RoutedJob
-from router.metrics import RouterMetrics
+from loraplex.contracts.broker.messages import AdapterRef, WeightedRef, WorkerPhase
+from loraplex.router.app import count_jobs, count_workers
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.metrics import RouterMetrics
 from tests.broker.test_liveness import worker
 from tests.router.recording_link import RecordingLink, job
 

@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from broker.liveness import Liveness
-from broker.messages import AdapterRef, Job
-from broker.queue import JobQueue
-from broker.terms import Placement
-from router.app import RelayAccess
-from router.catalog.adapters import AdapterConfigs
-from router.catalog.models import Living, ModelCell
-from router.catalog.store_client import StoreClient
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.relay import WorkerForgets
-from router.generation.admission import GrammarProofs
-from router.generation.rollouts import Rollouts
-from router.purge import CellPurge, RouterData
-from router.quotas.quotas import Quotas
-from router.text.tokenizer import PromptTokenizer
-from rpc.errors import NotFound, PermissionDenied
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Placement
+from loraplex.router.app import RelayAccess
+from loraplex.router.catalog.adapters import AdapterConfigs
+from loraplex.router.catalog.models import Living, ModelCell
+from loraplex.router.catalog.store_client import StoreClient
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.relay import WorkerForgets
+from loraplex.router.generation.admission import GrammarProofs
+from loraplex.router.generation.rollouts import Rollouts
+from loraplex.router.purge import CellPurge, RouterData
+from loraplex.router.quotas.quotas import Quotas
+from loraplex.router.text.tokenizer import PromptTokenizer
+from loraplex.runtime.rpc.errors import NotFound, PermissionDenied
 from tests.broker.test_liveness import worker
 from tests.router.recording_link import KEYS, RecordingLink, job, read
 
@@ -131,7 +131,7 @@ async def test_calls_end_at_all_routers_with_the_reason_and_others_go_on(
 async def test_a_router_and_a_worker_that_do_not_answer_are_named(
     redis: Redis, queue: JobQueue, routers: list[Router], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.purge.PURGE_S", 0.0)
+    monkeypatch.setattr("loraplex.router.purge.PURGE_S", 0.0)
     first, _ = routers
     await Liveness(redis, KEYS).take_census("127.0.0.1:1")
     places = await (await cell_purge(redis, queue, first, worker("w"))).run("acme")

@@ -8,15 +8,15 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.relay.v1 import relay_pb2 as pb
-from loraplex.relay.v1 import relay_pb2_grpc
 from redis.asyncio import Redis
 
-from router.app import RelayAccess
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
+from loraplex.router.app import RelayAccess
+from loraplex.worker.engine_api import Removal
+from loraplex.worker.io.relay.links import ForgetError
 from tests.credentials_files import tls_files
 from tests.router.dispatch.test_relay_credentials import linked, relaying, until
-from worker.engine_api import Removal
-from worker.io.relay.links import ForgetError
 
 
 async def test_a_worker_answers_over_its_link(redis: Redis, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.settings import Settings
+from loraplex.router.settings import Settings
 
 
 def test_each_of_several_processes_has_ports_and_files_of_its_own() -> None:
@@ -48,7 +48,7 @@ def test_only_an_engine_protocol_that_is_known_and_installed_is_served(monkeypat
         Settings(store="s", redis_url="r", engine_protocol="vllm")
     with pytest.raises(ValueError, match="--engine-tenant 'A B': not a tenant's name"):
         Settings(store="s", redis_url="r", engine_tenant="A B")
-    monkeypatch.setattr("rpc.settings.find_spec", lambda module: None)
+    monkeypatch.setattr("loraplex.runtime.rpc.settings.find_spec", lambda module: None)
     with pytest.raises(ValueError, match="--engine-protocol sglang: needs the package smg-grpc-proto"):
         Settings(store="s", redis_url="r", engine_protocol="sglang")
 

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.server import Server, edge_options
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc.server import Server, edge_options
+from loraplex.runtime.tenancy.guard import open_guard
 
 
 async def test_connections_beyond_the_limit_are_closed() -> None:
@@ -48,7 +48,7 @@ async def test_a_connection_that_is_old_is_replaced_and_no_call_fails(monkeypatc
             self.seen.add(context.peer())
             return pb.TokenizeResponse()
 
-    monkeypatch.setattr("rpc.server.AGE_MS", 100)
+    monkeypatch.setattr("loraplex.runtime.rpc.server.AGE_MS", 100)
     server = Server(open_guard())
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Peers(), server.services)  # type: ignore[abstract]
     port = server.bind("127.0.0.1", 0)

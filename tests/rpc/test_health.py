@@ -9,10 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.probe import main
-from rpc.server import Server
-from telemetry.metrics import Meters, serve_metrics
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc.probe import main
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.telemetry.metrics import Meters, serve_metrics
+from loraplex.runtime.tenancy.guard import open_guard
 from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 
 

@@ -14,10 +14,10 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as store_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.service import OpenCalls
-from rpc.principal import TENANT_KEY, calling_tenant
-from rpc.server import Server
-from tenancy.guard import open_guard
+from loraplex.router.api.service import OpenCalls
+from loraplex.runtime.rpc.principal import TENANT_KEY, calling_tenant
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.guard import open_guard
 
 INFERENCE, STORE = "/loraplex.inference.v1.InferenceService/", "/loraplex.adapters.v1.AdapterService/"
 # A string of invalid UTF-8, a field cut short, a group that never ends, a length of 2^63, a bad wire type.

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from rpc import receiving
-from rpc.server import MESSAGE_BYTES, Server
-from tenancy.guard import Guard, open_guard
-from tenancy.permissions import Port
+from loraplex.runtime.rpc import receiving
+from loraplex.runtime.rpc.server import MESSAGE_BYTES, Server
+from loraplex.runtime.tenancy.guard import Guard, open_guard
+from loraplex.runtime.tenancy.permissions import Port
 from tests.rpc.half_sent import HalfSent
 
 CHECK = "/grpc.health.v1.Health/Check"

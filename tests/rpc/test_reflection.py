@@ -11,12 +11,12 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.principal import CredentialKind, Principal, Role
-from rpc.server import Server
-from rpc.settings import check_installed
-from tenancy.access import AccessSettings
-from tenancy.guard import Guard
-from tenancy.permissions import Port
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.settings import check_installed
+from loraplex.runtime.tenancy.access import AccessSettings
+from loraplex.runtime.tenancy.guard import Guard
+from loraplex.runtime.tenancy.permissions import Port
 
 pytest.importorskip("grpc_reflection", reason="grpcio-reflection is not installed")
 
@@ -80,7 +80,7 @@ async def test_others_are_refused(role: Role, port: Port) -> None:
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpc.settings.find_spec", lambda module: None)
+    monkeypatch.setattr("loraplex.runtime.rpc.settings.find_spec", lambda module: None)
     with pytest.raises(ValueError, match=r"--reflection: needs the package grpcio-reflection: pip install"):
         AccessSettings(reflection=True).check_access("127.0.0.1", insecure_tenants=False)
     with pytest.raises(ValueError, match=r"needs the package smg-grpc-proto: pip install 'loraplex\[smg\]'"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc.settings import REDIS_URL_VARIABLE, SettingsError, read_settings, setting
+from loraplex.runtime.rpc.settings import REDIS_URL_VARIABLE, SettingsError, read_settings, setting
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rpc.shares import FairTurns, Shares
+from loraplex.runtime.rpc.shares import FairTurns, Shares
 
 
 def take_all(shares: Shares, tenant: str) -> int:

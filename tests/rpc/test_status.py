@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc import errors
-from rpc.server import PortInUse, Server
-from rpc.status import CODES, DETAILS_KEY, to_error, to_status
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc import errors
+from loraplex.runtime.rpc.server import PortInUse, Server
+from loraplex.runtime.rpc.status import CODES, DETAILS_KEY, to_error, to_status
+from loraplex.runtime.tenancy.guard import open_guard
 
 CASES: list[tuple[errors.CallError, grpc.StatusCode, type[Any] | None]] = [
     (errors.InvalidField("sampling.top_p", "bad"), grpc.StatusCode.INVALID_ARGUMENT, details_pb2.BadRequest),

@@ -10,8 +10,8 @@ from random import Random
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.cells import DrainedCells
-from broker.queue import JobQueue
+from loraplex.contracts.broker.cells import DrainedCells
+from loraplex.contracts.broker.queue import JobQueue
 from tests.simulation.faults import Cluster, Fault, Kind
 
 # Tenants that may be purged: the adapters are another one's.

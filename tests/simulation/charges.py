@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from broker.keys import key_account
-from broker.terms import HELD_MS, RECOVERY_MS
-from router.quotas.quotas import RENEW_S, Plans
+from loraplex.contracts.broker.keys import key_account
+from loraplex.contracts.broker.terms import HELD_MS, RECOVERY_MS
+from loraplex.router.quotas.quotas import RENEW_S, Plans
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.loop import Node
 from tests.simulation.redis import SimulatedRedis

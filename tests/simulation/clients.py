@@ -8,10 +8,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from router.request import Message
-from rpc.errors import CallError, DeadlinePassed, Exhausted, Unauthenticated, Unavailable
-from rpc.interceptors import take_ending
-from rpc.principal import CredentialKind, Principal, Role, set_caller
+from loraplex.router.request import Message
+from loraplex.runtime.rpc.errors import CallError, DeadlinePassed, Exhausted, Unauthenticated, Unavailable
+from loraplex.runtime.rpc.interceptors import take_ending
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
 from tests.simulation.redis import HELD

@@ -7,12 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from random import Random
 
-from tests.simulation.loop import NODE, Node
-from worker.engine.hash_engine import HashEngine
-from worker.engine.process import BEAT_S
-from worker.engine_api import SequenceRefusedError
-from worker.io.engine_client import EngineLostError
-from worker.ipc import (
+from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.worker.engine.process import BEAT_S
+from loraplex.worker.engine_api import SequenceRefusedError
+from loraplex.worker.io.engine_client import EngineLostError
+from loraplex.worker.ipc import (
     Abort,
     Add,
     Begun,
@@ -28,6 +27,7 @@ from worker.ipc import (
     Warm,
     step_messages,
 )
+from tests.simulation.loop import NODE, Node
 
 STEP_S = 0.02
 _LOAD_S = (0.005, 0.08)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-from broker.terms import HELD_MS
+from loraplex.contracts.broker.terms import HELD_MS
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import SimulatedRouter, SimulatedStore

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from broker.messages import Job
-from broker.terms import ADAPTER_DIGITS, OUTPUT_WEIGHT, PROMPT_WEIGHT
-from router.dispatch.links import Frame, WorkerLink
-from router.dispatch.outbox import MIB
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.terms import ADAPTER_DIGITS, OUTPUT_WEIGHT, PROMPT_WEIGHT
+from loraplex.router.dispatch.links import Frame, WorkerLink
+from loraplex.router.dispatch.outbox import MIB
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import MIB_TOKENS
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from broker.messages import Job
+from loraplex.contracts.broker.messages import Job
 from tests.simulation.redis import SimulatedRedis
 
 # A tenant's key in a priority; the key is empty for all calls without a weighted one.

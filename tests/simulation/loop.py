@@ -22,7 +22,7 @@ from unittest import mock
 T = TypeVar("T")
 _Ts = TypeVarTuple("_Ts")
 
-_ROOMS = frozenset({"router", "worker"})
+_ROOMS = ("loraplex.router.", "loraplex.worker.")
 # The node that the running code belongs to; None: the world around it.
 NODE: ContextVar[Node | None] = ContextVar("NODE", default=None)
 
@@ -175,7 +175,7 @@ def replaced(originals: Iterable[tuple[object, object]]) -> Iterator[None]:
             found = [
                 (module, name)
                 for path, module in tuple(sys.modules.items())
-                if path.partition(".")[0] in _ROOMS
+                if path.startswith(_ROOMS)
                 for name, value in tuple(vars(module).items())
                 if value is original and getattr(original, "__module__", "") != path
             ]

@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from options import RANGES, SamplingParams, StoppingParams
-from router.request import PromptOptions, Request
+from loraplex.contracts.options import RANGES, SamplingParams, StoppingParams
+from loraplex.router.request import PromptOptions, Request
 from tests.hash_answers import Asked, expected_answers, text_of
 from tests.hash_formats import FORMATS, GRAMMARS
 

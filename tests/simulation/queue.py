@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.claims import ClaimMemory, Claims
-from broker.functions import LIBRARY
-from broker.keys import Keys
-from broker.ledger import Ledger, SendReserve
-from broker.messages import Job, decode_job
-from broker.queue import JobQueue
-from broker.terms import Entry, Placement, QueueLimits
-from router.quotas.usage import WRITE_S
+from loraplex.contracts.broker.claims import ClaimMemory, Claims
+from loraplex.contracts.broker.functions import LIBRARY
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.ledger import Ledger, SendReserve
+from loraplex.contracts.broker.messages import Job, decode_job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Entry, Placement, QueueLimits
+from loraplex.router.quotas.usage import WRITE_S
 from tests.simulation.loop import NODE
 from tests.simulation.redis import HELD, SimulatedClient, SimulatedRedis
 

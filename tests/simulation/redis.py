@@ -17,12 +17,12 @@ import msgspec
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from bench.in_process.redis import Client, Command, Server
-from broker.claims import begin_apart
-from broker.functions import LIBRARY
-from broker.keys import LEDGER, Keys, key_account
-from broker.messages import Job, SealError
-from broker.terms import HELD_MS, PRIORITY_LIMIT, SEALED_JOB_S, QueueLimits
-from router.quotas.usage import Facts
+from loraplex.contracts.broker.claims import begin_apart
+from loraplex.contracts.broker.functions import LIBRARY
+from loraplex.contracts.broker.keys import LEDGER, Keys, key_account
+from loraplex.contracts.broker.messages import Job, SealError
+from loraplex.contracts.broker.terms import HELD_MS, PRIORITY_LIMIT, SEALED_JOB_S, QueueLimits
+from loraplex.router.quotas.usage import Facts
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 

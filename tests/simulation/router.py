@@ -12,37 +12,37 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from loraplex.admin.v1 import accounts_pb2, keys_pb2
-from loraplex.relay.v1 import relay_pb2_grpc
 
-from artifacts.base_model import BaseModel
-from broker.cells import DrainedCells
-from broker.connection import REDIS_DOWN
-from broker.messages import AdapterRef
-from broker.terms import QueueLimits
-from router.app import HAND_OVER_S, look_at_workers
-from router.catalog.adapters import AdapterConfigs
-from router.catalog.cells import LOOK_S, CellServer
-from router.catalog.models import Models
-from router.catalog.store_client import KEYS_LOOK_S, KeyCopy, Manifest, RegisteredModel, ResolvedAdapter
-from router.dispatch.cells import Cells
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming, Frame, RelayReach, WorkerLink
-from router.dispatch.outbox import Placer
-from router.dispatch.relay import RelayService
-from router.dispatch.routed_job import RoutedJob
-from router.generation.admission import Admission, GrammarProofs
-from router.generation.generation import STALLED_LOOK_S, Generation
-from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
-from router.generation.unary_calls import ContinuationScore, UnaryCalls
-from router.purge import RouterData
-from router.quotas.quotas import Quotas
-from router.request import EncodeRequest, Message, Received, Request, Summary
-from router.text.tokenizer import PromptTokenizer
-from rpc.errors import NotFound, Unavailable
-from rpc.principal import Role, calling_key
-from rpc.tasks import every
-from tenancy.api_keys import HashedKey, KeyDirectory
+from loraplex.admin.v1 import accounts_pb2, keys_pb2
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.broker.cells import DrainedCells
+from loraplex.contracts.broker.connection import REDIS_DOWN
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.contracts.broker.terms import QueueLimits
+from loraplex.relay.v1 import relay_pb2_grpc
+from loraplex.router.app import HAND_OVER_S, look_at_workers
+from loraplex.router.catalog.adapters import AdapterConfigs
+from loraplex.router.catalog.cells import LOOK_S, CellServer
+from loraplex.router.catalog.models import Models
+from loraplex.router.catalog.store_client import KEYS_LOOK_S, KeyCopy, Manifest, RegisteredModel, ResolvedAdapter
+from loraplex.router.dispatch.cells import Cells
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming, Frame, RelayReach, WorkerLink
+from loraplex.router.dispatch.outbox import Placer
+from loraplex.router.dispatch.relay import RelayService
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.generation.admission import Admission, GrammarProofs
+from loraplex.router.generation.generation import STALLED_LOOK_S, Generation
+from loraplex.router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
+from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls
+from loraplex.router.purge import RouterData
+from loraplex.router.quotas.quotas import Quotas
+from loraplex.router.request import EncodeRequest, Message, Received, Request, Summary
+from loraplex.router.text.tokenizer import PromptTokenizer
+from loraplex.runtime.rpc.errors import NotFound, Unavailable
+from loraplex.runtime.rpc.principal import Role, calling_key
+from loraplex.runtime.rpc.tasks import every
+from loraplex.runtime.tenancy.api_keys import HashedKey, KeyDirectory
 from tests.plans_file import plans_in
 from tests.simulation.channels import Registrar
 from tests.simulation.loop import Node

@@ -16,17 +16,21 @@ from unittest import mock
 
 import grpc
 
-from artifacts.base_model import read_base_model
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from broker.keys import Keys
-from broker.messages import Job
-from broker.queue import JobQueue
-from broker.terms import PROMPT_WEIGHT
-from grammars.prover import Prover
-from router.dispatch import routed_job
-from router.dispatch.links import Frame, WorkerLink
-from router.dispatch.outbox import MIB
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import PROMPT_WEIGHT
+from loraplex.contracts.grammars.prover import Prover
+from loraplex.router.dispatch import routed_job
+from loraplex.router.dispatch.links import Frame, WorkerLink
+from loraplex.router.dispatch.outbox import MIB
+from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
+from loraplex.worker.io import results
+from loraplex.worker.io.engine_client import EngineProcess
+from loraplex.worker.io.settings import Settings
 from tests.simulation import engine
 from tests.simulation.acts import act
 from tests.simulation.channels import Channels
@@ -43,10 +47,6 @@ from tests.simulation.router import MIB_TOKENS, SimulatedRouter, SimulatedStore
 from tests.simulation.scenario import MODEL, Scenario, draw
 from tests.simulation.stories import End, Story
 from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
-from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.io import results
-from worker.io.engine_client import EngineProcess
-from worker.io.settings import Settings
 
 # A request that has not ended by then never does; and so long after the last one everything must be free.
 PATIENCE_S, QUIET_S = 120.0, 8.0

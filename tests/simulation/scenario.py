@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
-from artifacts.hash_model import parse_hash_model
-from artifacts.names import sha256_json
-from broker.messages import AdapterRef
-from broker.terms import SEALED_JOB_S, QueueLimits
-from options import SamplingParams
-from router.request import Request, Stopping
+from loraplex.contracts.artifacts.hash_model import parse_hash_model
+from loraplex.contracts.artifacts.names import sha256_json
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.contracts.broker.terms import SEALED_JOB_S, QueueLimits
+from loraplex.contracts.options import SamplingParams
+from loraplex.router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
 from tests.simulation.acts import draw_acts, draw_drain
 from tests.simulation.charges import draw_keys, draw_quotas

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.request import Delta, Message, Request, Summary
-from rpc.errors import CallError
+from loraplex.router.request import Delta, Message, Request, Summary
+from loraplex.runtime.rpc.errors import CallError
 from tests.hash_answers import Expected, ExpectedScore
 from tests.simulation.options import prompt_ids_of
 from tests.simulation.redis import Held

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from broker.liveness import Liveness
-from broker.messages import WorkerPhase, WorkerState
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import WorkerPhase, WorkerState
+from loraplex.worker.io.app import EngineSession
+from loraplex.worker.io.membership import Presence
+from loraplex.worker.ipc import Add, ToEngine
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.run import simulate_scenario
 from tests.simulation.scenario import draw
 from tests.simulation.stories import End
 from tests.simulation.test_cut_links import plan
-from worker.io.app import EngineSession
-from worker.io.membership import Presence
-from worker.ipc import Add, ToEngine
 
 REQUESTS = 80
 # Time in virtual seconds from which on, and until which, engines of the first worker die of whatever they get.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.request import Request, Stopping
+from loraplex.router.request import Request, Stopping
 from tests.hash_answers import expected_answers
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.network import _Pipe

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from broker.keys import key_account
-from broker.ledger import Counts, Ledger, Reservation
+from loraplex.contracts.broker.keys import key_account
+from loraplex.contracts.broker.ledger import Counts, Ledger, Reservation
 from tests.hash_answers import expected_scores
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import break_library
@@ -149,5 +149,7 @@ def test_tokens_of_a_dead_router_are_uncharged_for_its_last_second_and_an_outage
     outcome = leavers(4.0, *faults)
     assert outcome.ends == {End.LATE: 8}
     assert not outcome.wrong, str(outcome)
-    monkeypatch.setattr("router.quotas.quotas.RENEW_S", 5.0)  # the router tells the ledger less often than it must
+    monkeypatch.setattr(
+        "loraplex.router.quotas.quotas.RENEW_S", 5.0
+    )  # the router tells the ledger less often than it must
     assert [line for line in leavers(4.0, *faults).wrong if "was charged" in line]

@@ -10,13 +10,13 @@ from unittest.mock import AsyncMock
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from broker.messages import Job
-from broker.terms import Entry, Placement, QueueLimits
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import WorkerLink
-from router.dispatch.routed_job import JobState, RoutedJob
-from router.generation.unary_calls import run_some_at_once
-from router.request import TextPair
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.terms import Entry, Placement, QueueLimits
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import WorkerLink
+from loraplex.router.dispatch.routed_job import JobState, RoutedJob
+from loraplex.router.generation.unary_calls import run_some_at_once
+from loraplex.router.request import TextPair
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import break_library
 from tests.simulation.run import Outcome, simulate, simulate_scenario
@@ -121,7 +121,7 @@ def test_vectors_of_other_texts_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     async def mix_up(parts: Sequence[Callable[[], Awaitable[RoutedJob]]], limit: int) -> list[RoutedJob]:
         return [*reversed(await run_some_at_once(parts, limit))]
 
-    monkeypatch.setattr("router.generation.unary_calls.run_some_at_once", mix_up)
+    monkeypatch.setattr("loraplex.router.generation.unary_calls.run_some_at_once", mix_up)
     seeds = (seed for seed in range(SEEDS) if any(p.texts and len(p.texts.expected) > 2 for p in draw(seed).plans))
     assert any("are not the model's" in line for seed in seeds for line in simulate(seed).wrong)
 

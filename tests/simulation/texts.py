@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
-from broker.messages import AdapterRef
-from options import Pooling, Task
-from router.generation.unary_calls import Vector
-from router.request import EncodeInput, EncodeRequest, Request, Summary, TextPair
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.contracts.options import Pooling, Task
+from loraplex.router.generation.unary_calls import Vector
+from loraplex.router.request import EncodeInput, EncodeRequest, Request, Summary, TextPair
 from tests.hash_answers import expected_vector_of
 
 _LETTERS = "abcdefgh "

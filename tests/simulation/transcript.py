@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from options import TokenLogprobs
-from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Summary
+from loraplex.contracts.options import TokenLogprobs
+from loraplex.router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Summary
 from tests.hash_answers import Expected, ExpectedChoice, Logprobs
 from tests.simulation.engine import STEP_S
 from tests.simulation.options import prompt_ids_of

@@ -9,23 +9,23 @@ from random import Random
 from typing import Any, cast
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
-from loraplex.admin.v1 import tenants_pb2
 
-from artifacts.base_model import BaseModel, read_base_model
-from broker.messages import AdapterRef, AdapterRequest, AdapterTiers
-from telemetry.tracing import Spans
+from loraplex.admin.v1 import tenants_pb2
+from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest, AdapterTiers
+from loraplex.runtime.telemetry.tracing import Spans
+from loraplex.worker.engine_api import Failure, Removal
+from loraplex.worker.io.adapters.fetch import FetchFailedError, WeightedSets
+from loraplex.worker.io.app import EngineSession, run_sessions
+from loraplex.worker.io.engine_client import EngineBreaker
+from loraplex.worker.io.metrics import WorkerMetrics
+from loraplex.worker.io.results import JobTelemetry
+from loraplex.worker.io.settings import Settings
+from loraplex.worker.ipc import Configure
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
-from worker.engine_api import Failure, Removal
-from worker.io.adapters.fetch import FetchFailedError, WeightedSets
-from worker.io.app import EngineSession, run_sessions
-from worker.io.engine_client import EngineBreaker
-from worker.io.metrics import WorkerMetrics
-from worker.io.results import JobTelemetry
-from worker.io.settings import Settings
-from worker.ipc import Configure
 
 # Range of the seconds that a fetch takes.
 _FETCH_S = (0.0, 0.15)

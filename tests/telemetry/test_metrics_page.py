@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.metrics import StoreMetrics
-from clients.gateway.endpoint import GatewayMetrics
-from clients.operator.app import OperatorMetrics
-from clients.scaler.app import ScalerMetrics
-from router.metrics import RouterMetrics
-from telemetry.metrics import Meters
-from worker.io.metrics import WorkerMetrics
+from loraplex.adapter_store.metrics import StoreMetrics
+from loraplex.gateway.endpoint import GatewayMetrics
+from loraplex.operator.app import OperatorMetrics
+from loraplex.operator.scaler.app import ScalerMetrics
+from loraplex.router.metrics import RouterMetrics
+from loraplex.runtime.telemetry.metrics import Meters
+from loraplex.worker.io.metrics import WorkerMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 # Name, processes in the table of several, and the kind where it is a histogram.

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import pytest
 
-from telemetry.logging import environment_of, fields, logging_of, set_up_logging
-from telemetry.metrics import (
+from loraplex.runtime.telemetry.logging import environment_of, fields, logging_of, set_up_logging
+from loraplex.runtime.telemetry.metrics import (
     CONNECTIONS,
     NO_METRICS,
     OTHER,
@@ -24,7 +24,7 @@ from telemetry.metrics import (
     MetricsPortError,
     serve_metrics,
 )
-from telemetry.tracing import Spans, asked_for, set_up_tracing, traceparent_in, traceparent_of
+from loraplex.runtime.telemetry.tracing import Spans, asked_for, set_up_tracing, traceparent_in, traceparent_of
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_half_sent_requests_keep_no_probe_and_no_scrape_from_an_answer(monkeypat
         other.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
         other.settimeout(60)
         assert other.recv(12) == b"HTTP/1.0 200"
-    monkeypatch.setattr("telemetry.metrics.WHOLE_S", 0.2)
+    monkeypatch.setattr("loraplex.runtime.telemetry.metrics.WHOLE_S", 0.2)
     with socket.create_connection((host, int(port))) as drips, suppress(OSError):  # each piece comes in time
         while True:
             drips.sendall(b"x")
@@ -134,7 +134,7 @@ def test_half_sent_requests_keep_no_probe_and_no_scrape_from_an_answer(monkeypat
 
 
 async def test_probes_tell_a_start_readiness_and_a_loop_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telemetry.metrics.LOOP_S", 0.05)
+    monkeypatch.setattr("loraplex.runtime.telemetry.metrics.LOOP_S", 0.05)
     meters = Meters()
     server = serve_metrics(meters, "127.0.0.1", 0)
     assert server is not None

@@ -6,12 +6,12 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from tenancy.permissions import PERMISSIONS, Permission, Port
+from loraplex.runtime.tenancy.permissions import PERMISSIONS, Permission, Port
 
 _HEAD = """# Permissions
 
 The roles that may call each RPC, by port. Any other call gets PERMISSION_DENIED. The page is made from
-[tenancy/permissions.py](../../tenancy/permissions.py); after a change run
+[loraplex/runtime/tenancy/permissions.py](../../loraplex/runtime/tenancy/permissions.py); after a change run
 `.venv/bin/python -m tests.tenancy.permissions_page docs/reference/permissions.md`.
 
 - **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from rpc.errors import CallError, Unauthenticated, Unavailable
-from rpc.principal import CredentialKind, Role
-from tenancy.api_keys import (
+from loraplex.runtime.rpc.errors import CallError, Unauthenticated, Unavailable
+from loraplex.runtime.rpc.principal import CredentialKind, Role
+from loraplex.runtime.tenancy.api_keys import (
     STALE_S,
     ApiKeyReader,
     HashedKey,

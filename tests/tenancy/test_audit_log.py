@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.metrics import Meters
-from tenancy.audit_log import (
+from loraplex.runtime.telemetry.metrics import Meters
+from loraplex.runtime.tenancy.audit_log import (
     BEGINNING,
     AuditCounts,
     AuditFileError,
@@ -192,7 +192,7 @@ def test_what_the_disk_does_not_take_is_written_later(path: Path, monkeypatch: p
             raise failures.pop()
         fsync(file)
 
-    monkeypatch.setattr("tenancy.audit_log.RETRY_S", 0.0)
+    monkeypatch.setattr("loraplex.runtime.tenancy.audit_log.RETRY_S", 0.0)
     monkeypatch.setattr("os.fsync", failing)
     log = audit_log(path)
     while log.head.number < 1:

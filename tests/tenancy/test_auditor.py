@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.admin.v1 import keys_pb2 as pb
-from loraplex.admin.v1 import keys_pb2_grpc, plans_pb2
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from rpc.errors import InvalidField, NotFound
-from rpc.server import Server
-from tenancy.audit_log import AuditLog
-from tenancy.auditor import (
+from loraplex.admin.v1 import keys_pb2 as pb
+from loraplex.admin.v1 import keys_pb2_grpc, plans_pb2
+from loraplex.runtime.rpc.errors import InvalidField, NotFound
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.audit_log import AuditLog
+from loraplex.runtime.tenancy.auditor import (
     AUDITED,
     CALLER_LIMIT,
     COUNTED_LIMIT,
@@ -26,7 +26,7 @@ from tenancy.auditor import (
     _values,
     missing,
 )
-from tenancy.guard import open_guard
+from loraplex.runtime.tenancy.guard import open_guard
 
 Records = list[dict[str, Any]]
 

@@ -18,13 +18,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtensionOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from files import is_private
-from rpc.errors import Unauthenticated
-from rpc.principal import Role
-from rpc.server import Server
-from rpc.tls import LiveChannel, TlsFiles, tls_of
-from tenancy.certificates import CertificateReader, principal_of
-from tenancy.development_ca import DevelopmentCa, write_private
+from loraplex.runtime.files import is_private
+from loraplex.runtime.rpc.errors import Unauthenticated
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.tls import LiveChannel, TlsFiles, tls_of
+from loraplex.runtime.tenancy.certificates import CertificateReader, principal_of
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 
 HOSTS = ["127.0.0.1"]
 
@@ -163,8 +163,8 @@ async def test_files_that_change_hold_for_the_next_connection(served: Any, ca: D
 async def test_a_connection_does_not_outlive_its_authority_for_long(
     ca: DevelopmentCa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("files.LOOK_S", 0.0)
-    monkeypatch.setattr("rpc.server.AGE_MS", 100)
+    monkeypatch.setattr("loraplex.runtime.files.LOOK_S", 0.0)
+    monkeypatch.setattr("loraplex.runtime.rpc.server.AGE_MS", 100)
     new, server = DevelopmentCa(), Server()
     tls = TlsFiles(*ca.write(tmp_path, "store", ca.issue("loraplex://store/s", HOSTS)), ca.write_ca(tmp_path))
     port = server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=True))
@@ -198,7 +198,7 @@ async def test_a_certificate_whose_key_has_not_come_yet_is_not_taken(
 async def test_a_channel_takes_its_new_certificate(
     served: Any, ca: DevelopmentCa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("files.LOOK_S", 0.0)
+    monkeypatch.setattr("loraplex.runtime.files.LOOK_S", 0.0)
     _, _, mutual = served
     mine = tmp_path / "router"
     mine.mkdir()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rpc.errors import CallError, Unauthenticated
-from rpc.principal import TENANT_KEY, CredentialKind, Principal, Role
-from tenancy.guard import Guard, HeaderReader, naming
-from tenancy.permissions import PERMISSIONS, Port
+from loraplex.runtime.rpc.errors import CallError, Unauthenticated
+from loraplex.runtime.rpc.principal import TENANT_KEY, CredentialKind, Principal, Role
+from loraplex.runtime.tenancy.guard import Guard, HeaderReader, naming
+from loraplex.runtime.tenancy.permissions import PERMISSIONS, Port
 
 GENERATE = "/loraplex.inference.v1.InferenceService/Generate"
 UPLOAD = "/loraplex.adapters.v1.AdapterService/UploadRevision"

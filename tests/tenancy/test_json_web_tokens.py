@@ -22,11 +22,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from rpc.errors import CallError, Unavailable
-from rpc.principal import CredentialKind, Principal, Role
-from rpc.timed_http import timed_call
-from tenancy import json_web_tokens
-from tenancy.json_web_tokens import SKEW_S, JwtReader, SigningKeys
+from loraplex.runtime.rpc.errors import CallError, Unavailable
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role
+from loraplex.runtime.rpc.timed_http import timed_call
+from loraplex.runtime.tenancy import json_web_tokens
+from loraplex.runtime.tenancy.json_web_tokens import SKEW_S, JwtReader, SigningKeys
 
 # Tokens are made with the real time, which the library checks them against.
 NOW = float(int(time.time()))

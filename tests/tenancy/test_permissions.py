@@ -12,11 +12,11 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.principal import TENANT_ROLES, Role
-from rpc.server import Server
-from rpc.settings import is_installed
-from tenancy.guard import Guard, UndeclaredMethodError
-from tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Permission, Port
+from loraplex.runtime.rpc.principal import TENANT_ROLES, Role
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.settings import is_installed
+from loraplex.runtime.tenancy.guard import Guard, UndeclaredMethodError
+from loraplex.runtime.tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Permission, Port
 from tests.tenancy.permissions_page import page
 
 ROOT = Path(__file__).parents[2]

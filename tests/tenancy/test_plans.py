@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.plans import FIELDS, PlansError, PlansFile
+from loraplex.contracts.plans import FIELDS, PlansError, PlansFile
 
 
 @pytest.fixture

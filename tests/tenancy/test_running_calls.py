@@ -13,14 +13,14 @@ import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.service import OpenCalls
-from rpc.errors import Unauthenticated
-from rpc.interceptors import end_call, let_finish
-from rpc.principal import CredentialKind, Principal, Role
-from rpc.server import Server
-from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from tenancy.guard import Guard, RunningCalls
-from tenancy.permissions import Port
+from loraplex.router.api.service import OpenCalls
+from loraplex.runtime.rpc.errors import Unauthenticated
+from loraplex.runtime.rpc.interceptors import end_call, let_finish
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from loraplex.runtime.tenancy.guard import Guard, RunningCalls
+from loraplex.runtime.tenancy.permissions import Port
 
 
 class Endless(inference_pb2_grpc.InferenceServiceServicer):

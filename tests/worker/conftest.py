@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine_api import AdapterSource, EngineConfig
+from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
+from loraplex.worker.engine_api import AdapterSource, EngineConfig
 
 if TYPE_CHECKING:
-    from worker.engine.torch_engine import TorchEngine
-    from worker.engine_api import NewSequence, Output
+    from loraplex.worker.engine.torch_engine import TorchEngine
+    from loraplex.worker.engine_api import NewSequence, Output
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEngine]]:
     """Call with (directory, **settings): an engine of the CPU in float32, closed after the test."""
-    from worker.engine.torch_engine import build_engine
+    from loraplex.worker.engine.torch_engine import build_engine
 
     engines = []
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 
-import pytest
-
-from worker.__main__ import main
+from loraplex.worker.__main__ import main
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,10 @@ def run(*words: str) -> Ended:
     """Run the command to its end."""
     out, err, umask = StringIO(), StringIO(), os.umask(0o077)
     os.umask(umask)
-    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["worker", "plan", *words])
+    with redirect_stdout(out), redirect_stderr(err):
         code: int | str | None
         try:
-            code = main()
+            code = main(["plan", *words])
         except SystemExit as ended:
             code = ended.code
         finally:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from broker.cells import CELL_JOBS
+from loraplex.contracts.broker.cells import CELL_JOBS
+from loraplex.worker import cluster_plan
+from loraplex.worker.__main__ import rank_parts
+from loraplex.worker.cluster_plan import LoadSettings, plan_cluster, routers_for
+from loraplex.worker.engine_api import ModelUnusableError
+from loraplex.worker.plan import PlanSettings, as_lines, plan
 from tests.worker.plan_command import run
-from worker import cluster_plan
-from worker.__main__ import rank_parts
-from worker.cluster_plan import LoadSettings, plan_cluster, routers_for
-from worker.engine_api import ModelUnusableError
-from worker.plan import PlanSettings, as_lines, plan
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/guides/scaling.md").read_text(encoding="utf-8")

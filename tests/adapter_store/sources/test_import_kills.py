@@ -18,11 +18,11 @@ import grpc
 import obstore
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
-from loraplex.admin.v1 import plans_pb2, plans_pb2_grpc
 
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.admin.v1 import plans_pb2, plans_pb2_grpc
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from tests.adapter_store.sources.places import Hub, bucket_of, served
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ async def running(data: Path, *flags: str, url: str = "") -> AsyncIterator[tuple
     """A store that is ready, and its address; killed at the end."""
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
     environ = {**os.environ, **keys, "AWS_ENDPOINT_URL": url}
-    command = [sys.executable, "-m", "adapter_store", "--data", str(data), "--port", "0", *flags]
+    command = [sys.executable, "-m", "loraplex.adapter_store", "--data", str(data), "--port", "0", *flags]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environ
     )

@@ -13,14 +13,14 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import Store, StoreSettings
-from adapter_store.sources import fetch, http
-from adapter_store.sources.folder import Folder
-from adapter_store.sources.policy import Rule, parse_uri
-from artifacts.base_model import BaseModel
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from rpc.errors import CallError, InvalidField
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.sources import fetch, http
+from loraplex.adapter_store.sources.folder import Folder
+from loraplex.adapter_store.sources.policy import Rule, parse_uri
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.runtime.rpc.errors import CallError, InvalidField
 from tests.adapter_store.sources.places import COMMIT, Hub, OciRegistry, Place, served
 
 if TYPE_CHECKING:

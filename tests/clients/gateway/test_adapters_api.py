@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loraplex_client import AsyncStoreClient
 
-from adapter_store.app import Store, StoreSettings
-from adapter_store.open_calls import OpenUploads
-from artifacts.added_tokens import as_field
-from artifacts.base_model import BaseModel, ModuleShape, read_base_model
-from clients.cli.models import registered
-from clients.gateway.adapters_api import FilesForm
-from clients.gateway.app import serving
-from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import GatewaySettings
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.open_calls import OpenUploads
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.added_tokens import as_field
+from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape, read_base_model
+from loraplex.gateway.adapters_api import FilesForm
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import GatewayMetrics
+from loraplex.gateway.settings import GatewaySettings
+from loraplex_client import AsyncStoreClient
 from tests.adapter_store.conftest import Q_PROJ
 from tests.adapter_store.conftest import files_of as adapter_files
 from tests.e2e.gateway.test_adapters import CONFIG, CONFIG_BYTES, END, FORM, WEIGHTS, form, part
@@ -45,7 +45,7 @@ async def gateway(store: str) -> AsyncIterator[str]:
 @pytest.fixture
 async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     """Run a store that takes weights of 1,000 bytes and waits for nobody; its address."""
-    monkeypatch.setattr("adapter_store.receive.OpenUploads", partial(OpenUploads, silent_s=0.2))
+    monkeypatch.setattr("loraplex.adapter_store.receive.OpenUploads", partial(OpenUploads, silent_s=0.2))
     running = Store(StoreSettings(data=tmp_path / "data", port=0, max_adapter_bytes=1000))
     await running.start()
     address = f"127.0.0.1:{running.port}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clients.gateway.anthropic_api import (
+from loraplex.gateway.anthropic_api import (
     MESSAGES,
     CountRequest,
     CustomTool,
@@ -14,7 +14,7 @@ from clients.gateway.anthropic_api import (
     conversation,
     options_of,
 )
-from clients.gateway.exchange import encode
+from loraplex.gateway.exchange import encode
 
 
 def read(**fields: Any) -> dict[str, Any]:

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from loraplex_client.chat import chat_of
 from openai.types.chat import ChatCompletionMessage
 
-from clients.gateway import bodies
-from clients.gateway.anthropic_api import MESSAGES
-from clients.gateway.anthropic_api import options_of as messages_options
-from clients.gateway.errors import HttpError
-from clients.gateway.exchange import BODY_BYTES
-from clients.gateway.openai_api import CHAT, chat_options
-from clients.gateway.openai_messages import sdk_messages
-from clients.gateway.openai_responses_input import RESPONSE
-from clients.gateway.openai_responses_input import options_of as responses_options
+from loraplex.gateway import bodies
+from loraplex.gateway.anthropic_api import MESSAGES
+from loraplex.gateway.anthropic_api import options_of as messages_options
+from loraplex.gateway.errors import HttpError
+from loraplex.gateway.exchange import BODY_BYTES
+from loraplex.gateway.openai_api import CHAT, chat_options
+from loraplex.gateway.openai_messages import sdk_messages
+from loraplex.gateway.openai_responses_input import RESPONSE
+from loraplex.gateway.openai_responses_input import options_of as responses_options
+from loraplex_client.chat import chat_of
 
 USER = b'{"role":"user","content":"x"}'
 

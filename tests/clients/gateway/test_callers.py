@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loraplex_client import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from starlette.datastructures import Headers
 
-from clients.gateway.cluster import Cluster
-from clients.gateway.errors import HttpError
+from loraplex.gateway.cluster import Cluster
+from loraplex.gateway.errors import HttpError
+from loraplex_client import PermissionDeniedError, UnauthenticatedError, UnavailableError
 
 KEY, LIMITED = "lpx_key_secret", "lpx_limited_secret"
 

@@ -13,12 +13,12 @@ import uvloop
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.types import Receive, Scope, Send
 
-from clients.gateway.app import serving
-from clients.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests
-from clients.gateway.errors import HttpError
-from clients.gateway.http_server import HttpConnection, http_server, listen
-from clients.gateway.openai_api import PROTOCOL
-from clients.gateway.settings import GatewaySettings
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests
+from loraplex.gateway.errors import HttpError
+from loraplex.gateway.http_server import HttpConnection, http_server, listen
+from loraplex.gateway.openai_api import PROTOCOL
+from loraplex.gateway.settings import GatewaySettings
 
 BODY_BYTES = 5 << 20
 

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from loraplex_client import UnavailableError
-from loraplex_client.endpoint import trace_metadata
 from starlette.datastructures import Headers
 
-from clients.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests, trace_of
-from clients.gateway.openai_api import PROTOCOL
-from rpc.shares import Shares
+from loraplex.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests, trace_of
+from loraplex.gateway.openai_api import PROTOCOL
+from loraplex.runtime.rpc.shares import Shares
+from loraplex_client import UnavailableError
+from loraplex_client.endpoint import trace_metadata
 
 SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": []}
 
@@ -159,7 +159,7 @@ async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("clients.gateway.exchange.BODY_S", 0.01)
+    monkeypatch.setattr("loraplex.gateway.exchange.BODY_S", 0.01)
     client = Client(answers)
     client._receive = receive  # type: ignore[method-assign]
     status, body = await client.ask()
@@ -168,7 +168,7 @@ async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_stream_that_waits_has_comments_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clients.gateway.exchange.COMMENT_S", 0.001)
+    monkeypatch.setattr("loraplex.gateway.exchange.COMMENT_S", 0.001)
 
     async def waits(call: HttpCall) -> None:
         await call.exchange.begin_events()

@@ -10,9 +10,9 @@ from unittest.mock import AsyncMock
 import pytest
 from starlette.types import Message
 
-from clients.gateway.app import application
-from clients.gateway.endpoint import Gateway, GatewayMetrics, own_names
-from clients.gateway.settings import GatewaySettings
+from loraplex.gateway.app import application
+from loraplex.gateway.endpoint import Gateway, GatewayMetrics, own_names
+from loraplex.gateway.settings import GatewaySettings
 
 ON_LOOPBACK = GatewaySettings(port=0, host_names="loraplex.test, Gateway")
 IN_A_CONTAINER = GatewaySettings(host="0.0.0.0", insecure_tenants=True, host_names="gateway")

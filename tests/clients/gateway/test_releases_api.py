@@ -12,15 +12,15 @@ import httpx2
 import pytest
 from loraplex.adapters.v1 import releases_pb2 as pb
 from loraplex.adapters.v1 import releases_pb2_grpc
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
-from loraplex_client import AsyncStoreClient, Tls
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
-from clients.gateway.app import serving
-from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import GatewaySettings
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import GatewayMetrics
+from loraplex.gateway.settings import GatewaySettings
+from loraplex_client import AsyncStoreClient, Tls
 from tests.credentials_files import write_tls_files
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clients.gateway.anthropic_api import options_of
-from clients.gateway.openai_api import common_options
+from loraplex.gateway.anthropic_api import options_of
+from loraplex.gateway.openai_api import common_options
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clients.gateway.settings import GatewaySettings
+from loraplex.gateway.settings import GatewaySettings
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from clients.gateway.openai_completions import text_offsets
+from loraplex.gateway.openai_completions import text_offsets
 
 
 def test_offsets_count_characters_whatever_their_tokens() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from clients.gateway import turns
-from clients.gateway.errors import HttpError
-from clients.gateway.turns import Turns
+from loraplex.gateway import turns
+from loraplex.gateway.errors import HttpError
+from loraplex.gateway.turns import Turns
 
 
 def _message(text: str) -> list[dict[str, str]]:
@@ -15,7 +15,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 def test_a_conversation_is_its_caller_s_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("clients.gateway.turns.time.monotonic", lambda: now)
+    monkeypatch.setattr("loraplex.gateway.turns.time.monotonic", lambda: now)
     remembered = Turns(kept_s=60)
     remembered.keep("acme", "resp_1", _message("hello"))
     assert remembered.items("acme", "resp_1") == _message("hello")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clients.loadtest.arrivals import Constant, Extent, Gamma, Open, Poisson, Ramp, Replay, Stage, arrival_times
+from loraplex.loadtest.arrivals import Constant, Extent, Gamma, Open, Poisson, Ramp, Replay, Stage, arrival_times
 
 MANY = Extent(requests=50_000)
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from clients.loadtest.charts import WIDTH, Axis, Series, histogram_chart, line_chart
-from clients.loadtest.report import draw_svg
+from loraplex.loadtest.charts import WIDTH, Axis, Series, histogram_chart, line_chart
+from loraplex.loadtest.report import draw_svg
 
 # Width in pixels of a character of a text, at least.
 CHARACTER = 5

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2
 
-from clients.cli.__main__ import main
-from clients.cli.loadtest import Screen
-from rpc import errors
+from loraplex.cli.__main__ import main
+from loraplex.cli.loadtest import Screen
+from loraplex.runtime.rpc import errors
 
 NOBODY = "127.0.0.1:1"
 
@@ -145,7 +145,7 @@ def test_refusals_are_counted_by_status_and_reason_and_nothing_is_sent_twice(
 def test_the_start_of_generator_processes_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("clients.cli.loadtest._LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("loraplex.cli.loadtest._LINE_EVERY_S", 0.0)
     with Screen() as screen:
         screen.show("Poisson, 40/s", ())
     assert capsys.readouterr().err == "Poisson, 40/s: waiting for the generator processes\n"
@@ -154,7 +154,7 @@ def test_the_start_of_generator_processes_is_shown(
 def test_a_terminal_gets_a_live_screen(tmp_path: Path, server: Any, answer: list[inference_pb2.GenerateEvent]) -> None:
     server.service.script = answer
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "clients.cli", "loadtest", "--rate", "40", "--duration", "1"]
+    command = [sys.executable, "-m", "loraplex.cli", "loadtest", "--rate", "40", "--duration", "1"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     with subprocess.Popen(
         [*command, "--router", server.address, "--out", str(tmp_path / "out")],

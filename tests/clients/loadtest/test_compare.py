@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import typer
 
-from clients.cli.loadtest import print_comparison
-from clients.loadtest.arrivals import Extent, Poisson
-from clients.loadtest.compare import compare, differing, too_much_worse
-from clients.loadtest.decoding import PlanError
-from clients.loadtest.draws import Fixed, Listed, LogNormal, Uniform, power_law
-from clients.loadtest.fleet import LoadRun
-from clients.loadtest.generator import Share
-from clients.loadtest.plan import Cancel, Deadline, LoadPlan, Tenant
-from clients.loadtest.report import whole_report
-from clients.loadtest.runs import run_report
-from clients.loadtest.samples import OK, Outcome, Recorder
-from clients.loadtest.statistics import UNKNOWN, percentile_interval, rate_interval, share_interval
+from loraplex.cli.loadtest import print_comparison
+from loraplex.loadtest.arrivals import Extent, Poisson
+from loraplex.loadtest.compare import compare, differing, too_much_worse
+from loraplex.loadtest.decoding import PlanError
+from loraplex.loadtest.draws import Fixed, Listed, LogNormal, Uniform, power_law
+from loraplex.loadtest.fleet import LoadRun
+from loraplex.loadtest.generator import Share
+from loraplex.loadtest.plan import Cancel, Deadline, LoadPlan, Tenant
+from loraplex.loadtest.report import whole_report
+from loraplex.loadtest.runs import run_report
+from loraplex.loadtest.samples import OK, Outcome, Recorder
+from loraplex.loadtest.statistics import UNKNOWN, percentile_interval, rate_interval, share_interval
 
 PLAN = LoadPlan("test", Poisson(20.0), Extent(600), (Tenant("acme"),))
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from clients.loadtest.arrivals import Constant, Extent
-from clients.loadtest.decoding import PlanError
-from clients.loadtest.draws import Fixed, power_law
-from clients.loadtest.http_sender import HttpSender, HttpTarget, check_url, find_target
-from clients.loadtest.plan import Cancel, LoadPlan, Tenant
-from clients.loadtest.samples import LEFT, OK, Outcome
-from clients.loadtest.sender import RequestFailure
-from clients.loadtest.workload import Workload
+from loraplex.loadtest.arrivals import Constant, Extent
+from loraplex.loadtest.decoding import PlanError
+from loraplex.loadtest.draws import Fixed, power_law
+from loraplex.loadtest.http_sender import HttpSender, HttpTarget, check_url, find_target
+from loraplex.loadtest.plan import Cancel, LoadPlan, Tenant
+from loraplex.loadtest.samples import LEFT, OK, Outcome
+from loraplex.loadtest.sender import RequestFailure
+from loraplex.loadtest.workload import Workload
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}
 WHOLE = [*({"choices": [{"text": text}]} for text in ("a", "", "bc")), {"choices": [], "usage": USAGE}]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from clients.loadtest.arrivals import Closed, Constant, Extent, Gamma, Poisson, Ramp, Replay, Stage
-from clients.loadtest.conditions import parse_condition, parse_slo
-from clients.loadtest.decoding import PlanError
-from clients.loadtest.draws import Fixed, Listed, LogNormal, Popularity, Uniform
-from clients.loadtest.plan import LoadPlan, load_toml, read_plan
+from loraplex.loadtest.arrivals import Closed, Constant, Extent, Gamma, Poisson, Ramp, Replay, Stage
+from loraplex.loadtest.conditions import parse_condition, parse_slo
+from loraplex.loadtest.decoding import PlanError
+from loraplex.loadtest.draws import Fixed, Listed, LogNormal, Popularity, Uniform
+from loraplex.loadtest.plan import LoadPlan, load_toml, read_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "loadtest"
 

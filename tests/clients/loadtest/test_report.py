@@ -13,15 +13,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from clients.cli.loadtest import failures
-from clients.loadtest.arrivals import Closed, Extent
-from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
-from clients.loadtest.decoding import PlanError
-from clients.loadtest.draws import power_law
-from clients.loadtest.fleet import LoadRun
-from clients.loadtest.generator import Share
-from clients.loadtest.plan import LoadPlan, Tenant
-from clients.loadtest.report import (
+from loraplex.cli.loadtest import failures
+from loraplex.loadtest.arrivals import Closed, Extent
+from loraplex.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
+from loraplex.loadtest.decoding import PlanError
+from loraplex.loadtest.draws import power_law
+from loraplex.loadtest.fleet import LoadRun
+from loraplex.loadtest.generator import Share
+from loraplex.loadtest.plan import LoadPlan, Tenant
+from loraplex.loadtest.report import (
     javascript,
     milliseconds,
     read_report,
@@ -30,9 +30,9 @@ from clients.loadtest.report import (
     whole_report,
     write,
 )
-from clients.loadtest.runs import run_report, warnings
-from clients.loadtest.samples import Outcome, Recorder, Samples
-from clients.loadtest.statistics import spread
+from loraplex.loadtest.runs import run_report, warnings
+from loraplex.loadtest.samples import Outcome, Recorder, Samples
+from loraplex.loadtest.statistics import spread
 
 SVG = "http://www.w3.org/2000/svg"
 NASTY = "<script>alert('&')</script>"

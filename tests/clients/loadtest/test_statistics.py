@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.loadtest.arrivals import Constant, Extent
-from clients.loadtest.conditions import parse_slo
-from clients.loadtest.plan import LoadPlan, Tenant
-from clients.loadtest.samples import LEFT, OK, Outcome, Recorder, Samples, merge
-from clients.loadtest.statistics import histogram, measured, message_times, spread, summarise, timeline
+from loraplex.loadtest.arrivals import Constant, Extent
+from loraplex.loadtest.conditions import parse_slo
+from loraplex.loadtest.plan import LoadPlan, Tenant
+from loraplex.loadtest.samples import LEFT, OK, Outcome, Recorder, Samples, merge
+from loraplex.loadtest.statistics import histogram, measured, message_times, spread, summarise, timeline
 
 PLAN = LoadPlan("test", Constant(1.0), Extent(10), (Tenant("acme"), Tenant("globex")))
 

@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from clients.loadtest.arrivals import Closed, Extent
-from clients.loadtest.draws import Fixed, Lengths, Listed, LogNormal, Popularity, Uniform, power_law
-from clients.loadtest.plan import Cancel, Deadline, LoadPlan, Tenant, TraceRow
-from clients.loadtest.workload import Workload
+from loraplex.loadtest.arrivals import Closed, Extent
+from loraplex.loadtest.draws import Fixed, Lengths, Listed, LogNormal, Popularity, Uniform, power_law
+from loraplex.loadtest.plan import Cancel, Deadline, LoadPlan, Tenant, TraceRow
+from loraplex.loadtest.workload import Workload
 
 RNG_SEED = 11
 COUNT = 20_000

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 from loraplex.adapters.v1 import releases_pb2
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import read_base_model
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.contracts.artifacts.base_model import read_base_model
 from tests.adapter_store.conftest import Client, files_of
 from tests.adapter_store.test_releases import Releasing
 from tests.clients.operator.kubernetes_api import KubernetesApi, Object
@@ -121,7 +121,7 @@ class World:
     async def start(self) -> None:
         """Start the operator, and wait until it follows its namespaces: llm with any tenant, team with beta's."""
         config = self.kube.write_kubeconfig(self.folder / "kubeconfig")
-        command = [sys.executable, "-m", "clients.operator", "--namespaces=llm,team=beta", f"--look-s={LOOK_S}"]
+        command = [sys.executable, "-m", "loraplex.operator", "--namespaces=llm,team=beta", f"--look-s={LOOK_S}"]
         with (self.folder / "operator.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,

@@ -13,10 +13,10 @@ import pytest_asyncio
 import yaml
 from loraplex.adapters.v1 import adapters_pb2, releases_pb2
 
-from artifacts.base_model import read_base_model
-from clients.operator.app import run
-from clients.operator.settings import OperatorSettings
-from rpc.settings import SettingsError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.operator.app import run
+from loraplex.operator.settings import OperatorSettings
+from loraplex.runtime.rpc.settings import SettingsError
 from tests.adapter_store.conftest import files_of
 from tests.clients.operator.kubernetes_api import CRDS, KubernetesApi, Refusal, rules_of
 from tests.clients.operator.running import World

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
-from loraplex_client import AsyncStoreClient, Tls
 
-from adapter_store.app import Store as AdapterStore
-from adapter_store.app import StoreSettings
-from artifacts.base_model import read_base_model
-from clients.cli.models import registered
-from clients.operator.objects import AdapterLook, LoraAdapter
-from clients.operator.store import Status, StoreLink
+from loraplex.adapter_store.app import Store as AdapterStore
+from loraplex.adapter_store.app import StoreSettings
+from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.operator.objects import AdapterLook, LoraAdapter
+from loraplex.operator.store import Status, StoreLink
+from loraplex_client import AsyncStoreClient, Tls
 from tests.credentials_files import write_tls_files
 
 
@@ -78,6 +78,6 @@ async def test_a_refused_credential_and_a_store_that_is_away_are_told_apart(
     outcome = await look(operators)
     assert (outcome.state, outcome.ready) == ("Refused", "False")
     assert "the operator needs an operator's API key" in outcome.message
-    monkeypatch.setattr("clients.operator.store._ASK_S", 0.2)
+    monkeypatch.setattr("loraplex.operator.store._ASK_S", 0.2)
     outcome = await look("127.0.0.1:1")
     assert (outcome.state, outcome.ready, outcome.stalled) == ("Unknown", "Unknown", False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.scaler.policy import (
+from loraplex.operator.scaler.policy import (
     ARRIVALS_S,
     BUSY,
     FALL_S,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.options import SamplingParams, StoppingParams
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 from tests.hash_oracle import expected_ids
 

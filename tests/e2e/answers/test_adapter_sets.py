@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 
-from artifacts.names import weighted_digest
-from options import StoppingParams
+from loraplex.contracts.artifacts.names import weighted_digest
+from loraplex.contracts.options import StoppingParams
+from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 from tests.e2e.answers.conftest import MODEL
 from tests.e2e.conftest import Cluster
 from tests.hash_oracle import expected_ids

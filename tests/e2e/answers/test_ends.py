@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from loraplex_client import AlreadyExistsError, DeadlineExceededError, FinishReason
 
-from options import StoppingParams
+from loraplex.contracts.options import StoppingParams
+from loraplex_client import AlreadyExistsError, DeadlineExceededError, FinishReason
 from tests.e2e.answers.conftest import MODEL, Eventually, expected
 from tests.e2e.conftest import Cluster
 from tests.hash_oracle import expected_ids

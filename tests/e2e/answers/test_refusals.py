@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_client import AsyncClient, InvalidRequestError, NotFoundError
 
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex_client import AsyncClient, InvalidRequestError, NotFoundError
 from tests.e2e.answers.conftest import expected
 from tests.e2e.conftest import Cluster
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from loraplex_client import AsyncStoreClient, FinishReason, Generation, InvalidRequestError, NotFoundError
 
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex_client import AsyncStoreClient, FinishReason, Generation, InvalidRequestError, NotFoundError
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import TENANT, Cluster
 from tests.hash_formats import FORMATS, GRAMMARS

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
-from loraplex_client import FinishReason, InvalidRequestError, NotFoundError
 
-from options import SamplingParams
+from loraplex.contracts.options import SamplingParams
+from loraplex_client import FinishReason, InvalidRequestError, NotFoundError
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import Cluster
 from tests.hash_oracle import expected_prompt_logprobs

@@ -6,10 +6,10 @@ import asyncio
 import math
 from typing import Any
 
-import loraplex_client as lx
 import pytest
 
-from options import Encode
+import loraplex_client as lx
+from loraplex.contracts.options import Encode
 from tests.e2e.answers.conftest import MODEL, Eventually
 from tests.e2e.conftest import Cluster
 from tests.hash_oracle import expected_vector

@@ -10,8 +10,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from options import SamplingParams, StoppingParams
-from rpc.settings import is_installed
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.runtime.rpc.settings import is_installed
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from tests.hash_oracle import expected_ids
 

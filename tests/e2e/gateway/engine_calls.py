@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
-from rpc.status import DETAILS_KEY
+from loraplex.runtime.rpc.status import DETAILS_KEY
 
 PROMPT = [72, 105, 300]
 NEUTRAL: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "n": 1}

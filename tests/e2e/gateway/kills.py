@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from loraplex.cluster.v1 import cluster_pb2
-
 from tests.e2e.conftest import Cluster, jobs
 
 

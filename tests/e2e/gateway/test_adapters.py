@@ -10,8 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-from loraplex_client import AsyncStoreClient
 
+from loraplex_client import AsyncStoreClient
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import MESSAGES, PROMPT, Eventually, expected
 

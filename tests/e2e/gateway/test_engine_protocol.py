@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from options import Encode, StoppingParams
+from loraplex.contracts.options import Encode, StoppingParams
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import MODEL, Eventually
 from tests.hash_oracle import expected_ids, expected_vector

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from loraplex_client.generation import FinishReason
 
+from loraplex_client.generation import FinishReason
 from tests.e2e.conftest import TENANT, Cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from clients.gateway.app import serving
-from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import GatewaySettings
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import GatewayMetrics
+from loraplex.gateway.settings import GatewaySettings
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import Eventually
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from huggingface_hub import AsyncInferenceClient
 
-from rpc.settings import is_installed
+from loraplex.runtime.rpc.settings import is_installed
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, Eventually, expected
 from tests.e2e.gateway.kills import kill_busiest_worker, router_of_moved

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rpc.settings import is_installed
+from loraplex.runtime.rpc.settings import is_installed
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import HEADERS, Eventually, expected
 

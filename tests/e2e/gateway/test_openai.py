@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from options import Encode, SamplingParams
+from loraplex.contracts.options import Encode, SamplingParams
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, MODEL, PROMPT, Eventually, expected
 from tests.hash_oracle import expected_vector

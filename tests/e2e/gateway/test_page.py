@@ -12,22 +12,22 @@ import grpc
 import httpx2
 import pytest
 import pytest_asyncio
-from loraplex.cluster.v1 import cluster_pb2 as pb
-from loraplex.cluster.v1 import cluster_pb2_grpc
-from loraplex_client import AsyncStoreClient
 
 from bench.devtools import Page, browser_page
 from bench.screenshots import NoBrowserError, find_browser
-from clients.gateway.app import serving
-from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import GatewaySettings
-from rpc.principal import Role
-from rpc.server import Server
-from rpc.tls import TlsFiles
-from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from tenancy.development_ca import DevelopmentCa
-from tenancy.guard import Guard
-from tenancy.permissions import Port
+from loraplex.cluster.v1 import cluster_pb2 as pb
+from loraplex.cluster.v1 import cluster_pb2_grpc
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import GatewayMetrics
+from loraplex.gateway.settings import GatewaySettings
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
+from loraplex.runtime.tenancy.guard import Guard
+from loraplex.runtime.tenancy.permissions import Port
+from loraplex_client import AsyncStoreClient
 from tests.clients.gateway.test_releases_api import make_releases
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, expected

@@ -20,10 +20,10 @@ import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 import pytest_asyncio
-from loraplex_client import AsyncClient
 from tokenizers import AddedToken, Tokenizer
 
-from rpc.settings import is_installed
+from loraplex.runtime.rpc.settings import is_installed
+from loraplex_client import AsyncClient
 from tests.drawn_schemas import byte_tokenizer
 from tests.e2e.conftest import TENANT, running_cluster
 

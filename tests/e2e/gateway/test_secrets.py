@@ -9,9 +9,9 @@ import httpx2
 import pytest
 from prometheus_client import generate_latest
 
-from clients.gateway.app import serving
-from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import GatewaySettings
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import GatewayMetrics
+from loraplex.gateway.settings import GatewaySettings
 from tests.e2e.conftest import TENANT, Cluster
 
 PROMPT, ANSWER, KEY = "Zq7promptVx3kW9pJ", "Zq7answerLm4tR8sH", "lpx_0123456789abcdef_Zq7keyDn2cK6vB"

@@ -18,7 +18,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from rpc.settings import is_installed
+from loraplex.runtime.rpc.settings import is_installed
 from tests.e2e.conftest import Cluster, jobs
 from tests.e2e.gateway.conftest import MESSAGES, PROMPT, Eventually, expected
 from tests.e2e.gateway.kills import kill_busiest_worker, running

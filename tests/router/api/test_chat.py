@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from router.api.convert import read_chat
-from router.request import ChatMessage, Tool, ToolCall, ToolMode
-from rpc.errors import InvalidField, NotBuilt
+from loraplex.router.api.convert import read_chat
+from loraplex.router.request import ChatMessage, Tool, ToolCall, ToolMode
+from loraplex.runtime.rpc.errors import InvalidField, NotBuilt
 
 USER = pb.ChatMessage(role="user", content="hi")
 ASSISTANT = pb.ChatMessage(role="assistant", content="The")

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loraplex.cluster.v1 import cluster_pb2 as pb
 
-from broker.messages import DeadJob
-from broker.terms import Placement
-from router.api.cluster import ClusterService
-from router.metrics import RouterMetrics
-from rpc.principal import CredentialKind, Principal, Role, set_caller
+from loraplex.cluster.v1 import cluster_pb2 as pb
+from loraplex.contracts.broker.messages import DeadJob
+from loraplex.contracts.broker.terms import Placement
+from loraplex.router.api.cluster import ClusterService
+from loraplex.router.metrics import RouterMetrics
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
 
 
 def routed(tenant: str) -> Any:

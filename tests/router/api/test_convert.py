@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from grammars.build import json_grammar
-from grammars.json_schema import JsonStyle, Whitespace
-from options import FinishReason, TokenLogprobs
-from router.api import convert
-from router.api.convert import (
+from loraplex.contracts.grammars.build import json_grammar
+from loraplex.contracts.grammars.json_schema import JsonStyle, Whitespace
+from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.router.api import convert
+from loraplex.router.api.convert import (
     check_prompt_size,
     count_numbers,
     count_received,
@@ -24,9 +24,9 @@ from router.api.convert import (
     read_received,
     read_request,
 )
-from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request
-from router.text.tokenizer import HashTokenizer, PromptTokenizer
-from rpc.errors import InvalidField
+from loraplex.router.request import Delta, Event, Finished, PromptLogprobs, Received, Request
+from loraplex.router.text.tokenizer import HashTokenizer, PromptTokenizer
+from loraplex.runtime.rpc.errors import InvalidField
 
 
 @pytest.mark.parametrize("request_id", ["a b", "a\nb", "\x1b[2J", "é", '"', "{", "x" * 129, "\u202e"])
@@ -222,7 +222,7 @@ def test_a_format_that_one_tenant_has_asked_with_is_read_anew_for_another(monkey
         read.append(schema)
         return json_grammar(schema, *style)
 
-    monkeypatch.setattr("router.api.convert.json_grammar", counted)
+    monkeypatch.setattr("loraplex.router.api.convert.json_grammar", counted)
     spec = pb.GenerateSpec(json_schema='{"const": "a secret"}')
     for tenant in ("acme", "globex", "acme"):
         read_format(spec, tenant)

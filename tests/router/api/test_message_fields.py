@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.struct_pb2 import ListValue
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from router.api.service import FIELDS, field_in_excess
+from loraplex.router.api.service import FIELDS, field_in_excess
 
 REQUEST = pb.GenerateRequest.DESCRIPTOR
 # The beginning and the end of a group, which count as two fields.

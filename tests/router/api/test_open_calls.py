@@ -17,17 +17,17 @@ import pytest
 from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.service import FIELDS, LARGE_BYTES, OpenCalls
-from rpc.errors import CallError, InvalidField
-from rpc.principal import TENANT_KEY
-from rpc.server import MESSAGE_BYTES, Server, channel_options
-from rpc.status import DETAILS_KEY
-from tenancy.guard import open_guard
-from tenancy.permissions import SGLANG_SERVICE
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
+from loraplex.router.api.service import FIELDS, LARGE_BYTES, OpenCalls
+from loraplex.runtime.rpc.errors import CallError, InvalidField
+from loraplex.runtime.rpc.principal import TENANT_KEY
+from loraplex.runtime.rpc.server import MESSAGE_BYTES, Server, channel_options
+from loraplex.runtime.rpc.status import DETAILS_KEY
+from loraplex.runtime.tenancy.guard import open_guard
+from loraplex.runtime.tenancy.permissions import SGLANG_SERVICE
 
 # Maximum number of calls of one connection at a time: more than any test makes, as a router has more than it serves.
 STREAMS = 4_096

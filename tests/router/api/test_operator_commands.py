@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from broker.commands import Verb
-from broker.messages import AdapterRef, AdapterRequest
-from router.api.cluster import PIN_TENANTS, WARMS, AdapterCommands
-from router.catalog.models import Living
-from router.catalog.store_client import Manifest, ResolvedAdapter
-from rpc.errors import Exhausted, Mismatch, Unavailable
+from loraplex.contracts.broker.commands import Verb
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest
+from loraplex.router.api.cluster import PIN_TENANTS, WARMS, AdapterCommands
+from loraplex.router.catalog.models import Living
+from loraplex.router.catalog.store_client import Manifest, ResolvedAdapter
+from loraplex.runtime.rpc.errors import Exhausted, Mismatch, Unavailable
 
 BASE = "sha256:base"
 

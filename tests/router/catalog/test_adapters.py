@@ -12,16 +12,16 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.adapter_changes import AdapterChanges
-from broker.messages import AdapterRef
-from router.catalog import store_client
-from router.catalog.adapters import resolve_adapters
-from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
-from router.request import Request
-from rpc.errors import Mismatch, NotFound, Unavailable
-from rpc.server import Server
-from rpc.shares import FairTurns
-from tenancy.guard import open_guard
+from loraplex.adapter_store.adapter_changes import AdapterChanges
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.router.catalog import store_client
+from loraplex.router.catalog.adapters import resolve_adapters
+from loraplex.router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
+from loraplex.router.request import Request
+from loraplex.runtime.rpc.errors import Mismatch, NotFound, Unavailable
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.shares import FairTurns
+from loraplex.runtime.tenancy.guard import open_guard
 
 ORIGINAL = Manifest("tiny", "sha256:original", "llama", context_length=64, vocab_size=32, files={})
 QUANTIZED = replace(ORIGINAL, digest="sha256:quantized", original_digest=ORIGINAL.digest)

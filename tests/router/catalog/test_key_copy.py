@@ -11,14 +11,14 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+
+from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
-
-from adapter_store.app import Store, StoreSettings
-from router.catalog.store_client import KeyCopy, StoreClient
-from rpc.errors import Unauthenticated, Unavailable
-from rpc.principal import Role
-from tenancy.api_keys import ApiKeyReader, KeyDirectory
+from loraplex.router.catalog.store_client import KeyCopy, StoreClient
+from loraplex.runtime.rpc.errors import Unauthenticated, Unavailable
+from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.tenancy.api_keys import ApiKeyReader, KeyDirectory
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from broker.terms import QueueLimits
-from router.catalog.cells import LOOK_S, CellServer
-from router.catalog.models import LOOK_AGAIN_S, Models, ModelTokenizers
-from router.catalog.store_client import Manifest, RegisteredModel
-from router.request import PromptOptions
-from router.text.file_tokenizer import FileTokenizer
-from router.text.tokenizer import PromptTokenizer
-from rpc.errors import InvalidField
-from rpc.tasks import every
+from loraplex.contracts.broker.terms import QueueLimits
+from loraplex.router.catalog.cells import LOOK_S, CellServer
+from loraplex.router.catalog.models import LOOK_AGAIN_S, Models, ModelTokenizers
+from loraplex.router.catalog.store_client import Manifest, RegisteredModel
+from loraplex.router.request import PromptOptions
+from loraplex.router.text.file_tokenizer import FileTokenizer
+from loraplex.router.text.tokenizer import PromptTokenizer
+from loraplex.runtime.rpc.errors import InvalidField
+from loraplex.runtime.rpc.tasks import every
 from tests.router.small_tokenizers import files_of
 
 

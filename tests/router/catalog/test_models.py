@@ -13,20 +13,20 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from artifacts.base_model import read_base_model
-from artifacts.generation_config import UNSAID, GenerationConfig
-from broker.cells import parse_cells
-from broker.connection import RedisUnreachableError
-from broker.keys import Keys
-from broker.liveness import CellLoad, Census, Liveness
-from broker.messages import AdapterRef, Job, WorkerPhase, WorkerState
-from broker.terms import QueueLimits
-from options import StoppingParams
-from router.catalog.cells import GONE_S, LOOK_S, CellServer, LiveWorkers, connect_cells
-from router.catalog.models import Models
-from router.catalog.store_client import Manifest, RegisteredModel
-from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
-from rpc.tasks import every
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.generation_config import UNSAID, GenerationConfig
+from loraplex.contracts.broker.cells import parse_cells
+from loraplex.contracts.broker.connection import RedisUnreachableError
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import CellLoad, Census, Liveness
+from loraplex.contracts.broker.messages import AdapterRef, Job, WorkerPhase, WorkerState
+from loraplex.contracts.broker.terms import QueueLimits
+from loraplex.contracts.options import StoppingParams
+from loraplex.router.catalog.cells import GONE_S, LOOK_S, CellServer, LiveWorkers, connect_cells
+from loraplex.router.catalog.models import Models
+from loraplex.router.catalog.store_client import Manifest, RegisteredModel
+from loraplex.runtime.rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
+from loraplex.runtime.rpc.tasks import every
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 
@@ -420,7 +420,7 @@ async def test_where_all_cells_are_away_no_worker_counts_as_dead() -> None:
 
 
 async def test_a_cell_that_hangs_delays_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.catalog.cells.LOOK_S", 0.01)
+    monkeypatch.setattr("loraplex.router.catalog.cells.LOOK_S", 0.01)
     cells = TwoCells()
     cells.live = LiveWorkers(lambda: cells.now_s, answer_s=600.0)
     await cells.look()

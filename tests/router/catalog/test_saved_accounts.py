@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from loraplex.admin.v1.accounts_pb2 import Account
 
-from adapter_store.app import Store, StoreSettings
-from router.catalog.store_client import StoreClient
-from rpc.errors import InvalidField, Unavailable
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.admin.v1.accounts_pb2 import Account
+from loraplex.router.catalog.store_client import StoreClient
+from loraplex.runtime.rpc.errors import InvalidField, Unavailable
 
 MONTH = 12 * 9999
 

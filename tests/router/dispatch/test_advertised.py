@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.dispatch import relay
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.relay import AdvertisedAddressError, RelayService, check_advertised
-from rpc.server import Server
-from tenancy.guard import open_guard
+from loraplex.router.dispatch import relay
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.relay import AdvertisedAddressError, RelayService, check_advertised
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.guard import open_guard
 
 
 @asynccontextmanager

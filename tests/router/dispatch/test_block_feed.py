@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from loraplex.relay.v1 import relay_pb2 as pb
 
-from router.dispatch import block_feed
-from router.dispatch.block_feed import BlockFeed, BlockSubscription
-from router.dispatch.links import WorkerLink
-from rpc.errors import CallError
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.router.dispatch import block_feed
+from loraplex.router.dispatch.block_feed import BlockFeed, BlockSubscription
+from loraplex.router.dispatch.links import WorkerLink
+from loraplex.runtime.rpc.errors import CallError
 
 BASE = "sha256:base"
 

@@ -10,15 +10,15 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.cells import CellSight, DrainedCells
-from broker.keys import Keys
-from broker.messages import AdapterRef, WorkerPhase, WorkerState
-from broker.queue import JobQueue
-from broker.terms import Placement
-from router.dispatch.cells import Cells
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming, Frame
-from rpc.errors import Unavailable
+from loraplex.contracts.broker.cells import CellSight, DrainedCells
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import AdapterRef, WorkerPhase, WorkerState
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Placement
+from loraplex.router.dispatch.cells import Cells
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming, Frame
+from loraplex.runtime.rpc.errors import Unavailable
 from tests.broker.test_liveness import worker
 from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job, read
 

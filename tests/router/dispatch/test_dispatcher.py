@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import AdapterRef, Job, WeightedRef
-from broker.queue import JobQueue
-from broker.terms import Entry, Placement
-from options import Encode, FinishReason, StoppingParams
-from router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
-from router.dispatch.links import DispatchTiming, Frame
-from router.metrics import RouterMetrics
-from rpc.errors import CallError, Exhausted, Internal, Unavailable
+from loraplex.contracts.broker.messages import AdapterRef, Job, WeightedRef
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Entry, Placement
+from loraplex.contracts.options import Encode, FinishReason, StoppingParams
+from loraplex.router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
+from loraplex.router.dispatch.links import DispatchTiming, Frame
+from loraplex.router.metrics import RouterMetrics
+from loraplex.runtime.rpc.errors import CallError, Exhausted, Internal, Unavailable
 from tests.broker.clocked_queue import make_job
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 

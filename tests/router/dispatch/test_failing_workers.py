@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.homes import Roster, WorkerLoad
-from broker.queue import JobQueue
-from router.dispatch.links import Frame
-from rpc.errors import CallError, Unavailable
+from loraplex.contracts.broker.homes import Roster, WorkerLoad
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.router.dispatch.links import Frame
+from loraplex.runtime.rpc.errors import CallError, Unavailable
 from tests.router.dispatch.test_takeover import ADAPTER, Router, ranked, state
 from tests.router.recording_link import KEYS, ROOMY, RecordingLink, dispatched, job, read
 

@@ -12,13 +12,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2 as details_pb2
 
-import worker
-from router.dispatch.links import read_frame
-from rpc.status import to_status
+from loraplex import worker
+from loraplex.router.dispatch.links import read_frame
+from loraplex.runtime.rpc.status import to_status
+from loraplex.worker.engine_api import Failure, FailureCode, FailureReason
+from loraplex.worker.io.local_jobs import Ending, LocalJobs
+from loraplex.worker.io.relay.frames import next_frame
 from tests.router.recording_link import job
-from worker.engine_api import Failure, FailureCode, FailureReason
-from worker.io.local_jobs import Ending, LocalJobs
-from worker.io.relay.frames import next_frame
 
 CODES, REASONS = get_args(FailureCode), get_args(FailureReason)
 

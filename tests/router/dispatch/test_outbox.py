@@ -16,22 +16,22 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.homes import Roster, WorkerLoad
-from broker.ledger import ReserveCall
-from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
-from broker.queue import JobQueue
-from broker.terms import Entry, KeyTerms, Placement, QueueState
-from options import FinishReason, StoppingParams
-from router.app import _dispatcher
-from router.dispatch.cells import Cells
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming, RelayReach
-from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
-from router.metrics import RouterMetrics
-from router.settings import Settings
-from rpc.errors import Internal, Unavailable
-from rpc.principal import CredentialKind, Principal, Role, set_caller
-from tenancy.plans import QUEUE_SHARE
+from loraplex.contracts.broker.homes import Roster, WorkerLoad
+from loraplex.contracts.broker.ledger import ReserveCall
+from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Entry, KeyTerms, Placement, QueueState
+from loraplex.contracts.options import FinishReason, StoppingParams
+from loraplex.contracts.plans import QUEUE_SHARE
+from loraplex.router.app import _dispatcher
+from loraplex.router.dispatch.cells import Cells
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming, RelayReach
+from loraplex.router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
+from loraplex.router.metrics import RouterMetrics
+from loraplex.router.settings import Settings
+from loraplex.runtime.rpc.errors import Internal, Unavailable
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
 from tests.plans_file import plans_in
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 

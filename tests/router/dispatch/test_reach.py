@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from broker.messages import WorkerState
-from router.dispatch.links import UNREACHED_S, RelayReach
-from router.metrics import RouterMetrics
-from rpc.errors import Unavailable
+from loraplex.contracts.broker.messages import WorkerState
+from loraplex.router.dispatch.links import UNREACHED_S, RelayReach
+from loraplex.router.metrics import RouterMetrics
+from loraplex.runtime.rpc.errors import Unavailable
 from tests.broker.test_liveness import worker
 from tests.router.recording_link import RecordingLink
 

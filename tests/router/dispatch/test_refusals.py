@@ -10,17 +10,17 @@ import pytest
 from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
-from broker.functions import LIBRARY, Library
-from broker.keys import Keys
-from broker.messages import Capacity, Job
-from broker.queue import JobQueue
-from broker.terms import CLAIM_RATE_MIN_MS, KeyTerms, Placement, QueueLimits
-from options import StoppingParams
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming
-from router.dispatch.outbox import Placer
-from router.metrics import RouterMetrics
-from rpc.errors import DeadlinePassed, Exhausted
+from loraplex.contracts.broker.functions import LIBRARY, Library
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import Capacity, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import CLAIM_RATE_MIN_MS, KeyTerms, Placement, QueueLimits
+from loraplex.contracts.options import StoppingParams
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming
+from loraplex.router.dispatch.outbox import Placer
+from loraplex.router.metrics import RouterMetrics
+from loraplex.runtime.rpc.errors import DeadlinePassed, Exhausted
 from tests.broker.clocked_queue import LIBRARY_ON_TEST_CLOCK, Clock
 from tests.router.recording_link import dispatched, read
 

@@ -8,27 +8,27 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
-from loraplex.relay.v1 import relay_pb2, relay_pb2_grpc
-from loraplex.relay.v1 import relay_pb2 as pb
 from redis.asyncio import Redis
 
-from broker.keys import Keys
-from broker.messages import Job
-from broker.queue import JobQueue
-from broker.terms import Placement
-from options import FinishReason, SamplingParams, StoppingParams
-from router.app import RelayAccess
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming, WorkerLink
-from router.dispatch.relay import PaceLimits, RelayService, WorkerForgets
-from router.dispatch.routed_job import RoutedJob
-from router.metrics import RouterMetrics
-from rpc.server import Server
-from tenancy.guard import open_guard
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Placement
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.relay.v1 import relay_pb2, relay_pb2_grpc
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.router.app import RelayAccess
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming, WorkerLink
+from loraplex.router.dispatch.relay import PaceLimits, RelayService, WorkerForgets
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.metrics import RouterMetrics
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.guard import open_guard
+from loraplex.worker.engine_api import Output
+from loraplex.worker.io.local_jobs import LocalChoice, LocalJobs
+from loraplex.worker.io.relay.links import LinkSettings, RouterLinks
 from tests.router.recording_link import dispatched
-from worker.engine_api import Output
-from worker.io.local_jobs import LocalChoice, LocalJobs
-from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Proxy:

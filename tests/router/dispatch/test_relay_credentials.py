@@ -14,29 +14,29 @@ from typing import Any
 
 import grpc
 import pytest
-from loraplex.relay.v1 import relay_pb2 as pb
-from loraplex.relay.v1 import relay_pb2_grpc
 from redis.asyncio import Redis
 
-from broker.messages import Job
-from broker.queue import JobQueue
-from broker.terms import Placement
-from options import SamplingParams, StoppingParams
-from router.app import RelayAccess
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.relay import RelayService, check_advertised
-from rpc.errors import CallError
-from rpc.principal import Principal, Role
-from rpc.tls import TlsFiles
-from tenancy.development_ca import DevelopmentCa
-from tenancy.signatures import Signature, SignatureError, Signer, Verifier, welcome_parts
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Placement
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
+from loraplex.router.app import RelayAccess
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.relay import RelayService, check_advertised
+from loraplex.runtime.rpc.errors import CallError
+from loraplex.runtime.rpc.principal import Principal, Role
+from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
+from loraplex.runtime.tenancy.signatures import Signature, SignatureError, Signer, Verifier, welcome_parts
+from loraplex.worker.engine_api import Output
+from loraplex.worker.io.credentials import LinkCredentials
+from loraplex.worker.io.local_jobs import LocalJobs
+from loraplex.worker.io.relay.links import LinkSettings, RouterLinks
 from tests.credentials_files import CA, HOSTS, tls_files
 from tests.router.recording_link import KEYS, dispatched
 from tests.worker.io.relay.handlers import NoRequests
-from worker.engine_api import Output
-from worker.io.credentials import LinkCredentials
-from worker.io.local_jobs import LocalJobs
-from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Relay:
@@ -232,7 +232,7 @@ async def test_a_worker_sends_nothing_to_who_is_no_router(
 async def test_a_renewed_certificate_is_used_for_the_next_stream(
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("files.LOOK_S", 0.0)
+    monkeypatch.setattr("loraplex.runtime.files.LOOK_S", 0.0)
     own = tls_files(tmp_path, "loraplex://worker/gpu")
     async with linked(own) as (links, _), relaying(redis, tls_files(tmp_path, "loraplex://router/r")) as relay:
         links.follow([relay.address])

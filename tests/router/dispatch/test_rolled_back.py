@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from broker.messages import Job
-from broker.queue import JobQueue
-from broker.terms import KeyTerms, Placement, QueueState
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import KeyTerms, Placement, QueueState
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming
 from tests.router.recording_link import KEYS, ROOMY, RecordingLink, claim, dispatched, frame, job
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from options import FinishReason, TokenLogprobs
-from router.dispatch.links import Frame
-from router.dispatch.routed_job import (
+from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.router.dispatch.links import Frame
+from loraplex.router.dispatch.routed_job import (
     _ALLOWED,
     READ_TOKENS,
     JobState,
@@ -19,10 +19,10 @@ from router.dispatch.routed_job import (
     RoutedJob,
     check_transition,
 )
-from router.generation.admission import Admitted
-from router.generation.generation import Run
-from router.text.tokenizer import HashTokenizer
-from rpc.errors import Internal
+from loraplex.router.generation.admission import Admitted
+from loraplex.router.generation.generation import Run
+from loraplex.router.text.tokenizer import HashTokenizer
+from loraplex.runtime.rpc.errors import Internal
 from tests.router.recording_link import RecordingLink, job
 
 LINK = RecordingLink("w")

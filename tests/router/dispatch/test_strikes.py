@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from broker.messages import DeadJob, Job
-from broker.queue import JobQueue
-from broker.terms import Placement
-from options import FinishReason
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming
-from router.dispatch.routed_job import RoutedJob
-from rpc.errors import Exhausted, Internal
+from loraplex.contracts.broker.messages import DeadJob, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Placement
+from loraplex.contracts.options import FinishReason
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.runtime.rpc.errors import Exhausted, Internal
 from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job, read
 
 

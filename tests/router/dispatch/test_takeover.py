@@ -8,15 +8,15 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from broker.commands import Command, Verb
-from broker.functions import Library, shipped_functions
-from broker.homes import Roster, WorkerLoad
-from broker.liveness import Liveness
-from broker.messages import AdapterRef, AdapterRequest, WorkerState
-from broker.queue import JobQueue
-from router.catalog.cells import LiveWorkers
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.outbox import Placer
+from loraplex.contracts.broker.commands import Command, Verb
+from loraplex.contracts.broker.functions import Library, shipped_functions
+from loraplex.contracts.broker.homes import Roster, WorkerLoad
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest, WorkerState
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.router.catalog.cells import LiveWorkers
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.outbox import Placer
 from tests.broker.test_liveness import worker
 from tests.router.recording_link import KEYS, dispatched, job
 

@@ -13,20 +13,20 @@ import msgspec
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from artifacts.added_tokens import as_field
-from artifacts.generation_config import UNSAID, GenerationConfig
-from broker.messages import AdapterRef, Job
-from grammars.build import regex_grammar
-from options import SamplingParams, TokenLogprobs
-from router.api.convert import read_request, write_message
-from router.catalog.adapters import AdapterConfigs
-from router.catalog.models import ServedModel
-from router.catalog.store_client import Manifest, ResolvedAdapter, RolledOut
-from router.dispatch.links import RelayReach
-from router.dispatch.routed_job import READ_TOKENS
-from router.generation.admission import Admission, GrammarProofs, check_answer_size
-from router.generation.resume import Began, ResumePayload, Resumption
-from router.request import (
+from loraplex.contracts.artifacts.added_tokens import as_field
+from loraplex.contracts.artifacts.generation_config import UNSAID, GenerationConfig
+from loraplex.contracts.broker.messages import AdapterRef, Job
+from loraplex.contracts.grammars.build import regex_grammar
+from loraplex.contracts.options import SamplingParams, TokenLogprobs
+from loraplex.router.api.convert import read_request, write_message
+from loraplex.router.catalog.adapters import AdapterConfigs
+from loraplex.router.catalog.models import ServedModel
+from loraplex.router.catalog.store_client import Manifest, ResolvedAdapter, RolledOut
+from loraplex.router.dispatch.links import RelayReach
+from loraplex.router.dispatch.routed_job import READ_TOKENS
+from loraplex.router.generation.admission import Admission, GrammarProofs, check_answer_size
+from loraplex.router.generation.resume import Began, ResumePayload, Resumption
+from loraplex.router.request import (
     DEFAULT_MAX_TOKENS,
     Chat,
     ChatMessage,
@@ -39,10 +39,10 @@ from router.request import (
     Stopping,
     Tool,
 )
-from router.text.file_tokenizer import FileTokenizer
-from router.text.tokenizer import HashTokenizer, PromptTokenizer
-from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
-from rpc.server import MESSAGE_BYTES
+from loraplex.router.text.file_tokenizer import FileTokenizer
+from loraplex.router.text.tokenizer import HashTokenizer, PromptTokenizer
+from loraplex.runtime.rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
+from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from tests.router.small_tokenizers import files_of
 from tests.router.text.test_added_tokens import added
 

@@ -8,12 +8,12 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from options import FinishReason, TokenLogprobs
-from router.dispatch.links import Frame
-from router.dispatch.routed_job import RoutedJob
-from router.generation.answer import Answer, ChoiceAnswer
-from router.request import Delta, Finished, Request, Stopping
-from router.text.tokenizer import HashTokenizer
+from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.router.dispatch.links import Frame
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.generation.answer import Answer, ChoiceAnswer
+from loraplex.router.request import Delta, Finished, Request, Stopping
+from loraplex.router.text.tokenizer import HashTokenizer
 from tests.router.recording_link import job
 
 REQUEST = Request("acme", "x", "prompt")

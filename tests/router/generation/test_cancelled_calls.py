@@ -14,17 +14,23 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.functions import BatchedFunction, PreparedCall
-from broker.keys import LEDGER
-from broker.ledger import Ledger
-from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RedisFullError
-from broker.terms import Placement
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming
-from router.generation import generation as generation_module
-from router.generation.generation import Generation
-from router.quotas.quotas import Quotas
-from rpc.errors import CallError, Exhausted
+from loraplex.contracts.broker.functions import BatchedFunction, PreparedCall
+from loraplex.contracts.broker.keys import LEDGER
+from loraplex.contracts.broker.ledger import Ledger
+from loraplex.contracts.broker.queue import (
+    DeadlineUnattainableError,
+    JobQueue,
+    QuarantinedError,
+    QueueFullError,
+    RedisFullError,
+)
+from loraplex.contracts.broker.terms import Placement
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import DispatchTiming
+from loraplex.router.generation import generation as generation_module
+from loraplex.router.generation.generation import Generation
+from loraplex.router.quotas.quotas import Quotas
+from loraplex.runtime.rpc.errors import CallError, Exhausted
 from tests.accounts import account_of
 from tests.credentials_files import router_seals
 from tests.plans_file import plans_in

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from artifacts.peft_config import ToolCallFormat
-from grammars.build import choices_grammar, format_alone, json_grammar, lark_grammar, regex_grammar
-from grammars.matching import compile_grammar, proof_vocabulary, read_vocabulary
-from grammars.prove import prove
-from options import FinishReason
-from router.generation.answer import ChoiceAnswer, ResumeFilter
-from router.generation.chat_format import call_grammar, chat_format, format_grammar
-from router.generation.chat_reader import ChatFormat, ChatReader
-from router.request import Chat, ChatMessage, Delta, Tool, ToolMode
-from router.text.chat import ChatTemplate
-from router.text.file_tokenizer import FileTokenizer
-from router.text.tokenizer import HashTokenizer
-from rpc.errors import InvalidField
+from loraplex.contracts.artifacts.peft_config import ToolCallFormat
+from loraplex.contracts.grammars.build import choices_grammar, format_alone, json_grammar, lark_grammar, regex_grammar
+from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary, read_vocabulary
+from loraplex.contracts.grammars.prove import prove
+from loraplex.contracts.options import FinishReason
+from loraplex.router.generation.answer import ChoiceAnswer, ResumeFilter
+from loraplex.router.generation.chat_format import call_grammar, chat_format, format_grammar
+from loraplex.router.generation.chat_reader import ChatFormat, ChatReader
+from loraplex.router.request import Chat, ChatMessage, Delta, Tool, ToolMode
+from loraplex.router.text.chat import ChatTemplate
+from loraplex.router.text.file_tokenizer import FileTokenizer
+from loraplex.router.text.tokenizer import HashTokenizer
+from loraplex.runtime.rpc.errors import InvalidField
 from tests.grammars.test_formats import accepts
 from tests.router.generation.test_tool_grammar import SCHEMAS, TOOLS, calls_of
 from tests.router.small_tokenizers import id_of, tokenizer_of

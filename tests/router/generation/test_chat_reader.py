@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from artifacts.peft_config import ToolCallFormat
-from options import FinishReason
-from router.generation.answer import ChoiceAnswer, ResumeFilter
-from router.generation.chat_reader import ChatFormat, ChatReader
-from router.request import Delta
-from router.text.file_tokenizer import FileTokenizer
-from router.text.tokenizer import HashTokenizer
+from loraplex.contracts.artifacts.peft_config import ToolCallFormat
+from loraplex.contracts.options import FinishReason
+from loraplex.router.generation.answer import ChoiceAnswer, ResumeFilter
+from loraplex.router.generation.chat_reader import ChatFormat, ChatReader
+from loraplex.router.request import Delta
+from loraplex.router.text.file_tokenizer import FileTokenizer
+from loraplex.router.text.tokenizer import HashTokenizer
 
 NAMES = frozenset({"weather", "now"})
 HERMES = ChatFormat(ToolCallFormat.HERMES, NAMES)

@@ -13,25 +13,25 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from broker.ledger import Ledger
-from broker.messages import AdapterRef, Capacity, Job
-from broker.queue import JobQueue
-from broker.terms import Placement, QueueLimits
-from options import FinishReason
-from router.api.encoding import normalized, probabilities
-from router.catalog.adapters import AdapterConfigs, Classifier, check_generates, find_classifier
-from router.catalog.models import ServedModel
-from router.catalog.store_client import Manifest, ResolvedAdapter
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import Frame, RelayReach
-from router.generation.admission import Admission
-from router.generation.generation import Generation
-from router.generation.resume import GivenKeys, ResumeTokens
-from router.generation.unary_calls import TEXTS_AT_ONCE, UnaryCalls, Vector
-from router.quotas.quotas import Plans, Quotas
-from router.request import EncodeRequest, Summary, TextPair
-from router.text.tokenizer import HashTokenizer, PromptTokenizer
-from rpc.errors import CallError, Exhausted, Internal, InvalidField, Mismatch, Unavailable
+from loraplex.contracts.broker.ledger import Ledger
+from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import Placement, QueueLimits
+from loraplex.contracts.options import FinishReason
+from loraplex.router.api.encoding import normalized, probabilities
+from loraplex.router.catalog.adapters import AdapterConfigs, Classifier, check_generates, find_classifier
+from loraplex.router.catalog.models import ServedModel
+from loraplex.router.catalog.store_client import Manifest, ResolvedAdapter
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import Frame, RelayReach
+from loraplex.router.generation.admission import Admission
+from loraplex.router.generation.generation import Generation
+from loraplex.router.generation.resume import GivenKeys, ResumeTokens
+from loraplex.router.generation.unary_calls import TEXTS_AT_ONCE, UnaryCalls, Vector
+from loraplex.router.quotas.quotas import Plans, Quotas
+from loraplex.router.request import EncodeRequest, Summary, TextPair
+from loraplex.router.text.tokenizer import HashTokenizer, PromptTokenizer
+from loraplex.runtime.rpc.errors import CallError, Exhausted, Internal, InvalidField, Mismatch, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink
 
 ALL = ("generate", "embed", "classify")

@@ -14,19 +14,19 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from broker.ledger import Reservation
-from broker.queue import JobQueue
-from options import FinishReason
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import Frame
-from router.dispatch.routed_job import READ_TOKENS, JobState
-from router.generation.admission import Admitted
-from router.generation.generation import Generation
-from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, Resumption
-from router.quotas.quotas import CallBudget, Quotas
-from router.request import Delta, Message, Received, Request, Summary
-from router.text.tokenizer import SHORT_IDS, HashTokenizer
-from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
+from loraplex.contracts.broker.ledger import Reservation
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.options import FinishReason
+from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.links import Frame
+from loraplex.router.dispatch.routed_job import READ_TOKENS, JobState
+from loraplex.router.generation.admission import Admitted
+from loraplex.router.generation.generation import Generation
+from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, Resumption
+from loraplex.router.quotas.quotas import CallBudget, Quotas
+from loraplex.router.request import Delta, Message, Received, Request, Summary
+from loraplex.router.text.tokenizer import SHORT_IDS, HashTokenizer
+from loraplex.runtime.rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
 from tests.router.recording_link import RecordingLink, claim, job
 
 REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from router.request import Tool
-from rpc.errors import InvalidField
+from loraplex.router.request import Tool
+from loraplex.runtime.rpc.errors import InvalidField
 from tests.router.generation.test_tool_grammar import call_of, proven, takes
 
 FILES = {path.stem: path for path in (Path(__file__).parents[2] / "mcp_tools").glob("*.json")}

@@ -11,17 +11,17 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from broker.messages import AdapterRef, Job, WeightedRef
-from options import FinishReason, StoppingParams, TokenLogprobs
-from router.dispatch.links import Frame
-from router.dispatch.routed_job import RoutedJob
-from router.generation import resume
-from router.generation.answer import Answer
-from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
-from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping
-from router.text.file_tokenizer import FileTokenizer
-from router.text.tokenizer import HashTokenizer, ModelTokenizer
-from rpc.errors import Aborted, InvalidField
+from loraplex.contracts.broker.messages import AdapterRef, Job, WeightedRef
+from loraplex.contracts.options import FinishReason, StoppingParams, TokenLogprobs
+from loraplex.router.dispatch.links import Frame
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.generation import resume
+from loraplex.router.generation.answer import Answer
+from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
+from loraplex.router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping
+from loraplex.router.text.file_tokenizer import FileTokenizer
+from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer
+from loraplex.runtime.rpc.errors import Aborted, InvalidField
 from tests.router.recording_link import RecordingLink
 from tests.router.small_tokenizers import KINDS, files_of, tokenizer_of
 

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.messages import AdapterRef
-from router.catalog.store_client import ResolvedAdapter
-from router.generation.resume import TOKEN_S, GivenKeys, ResumeEpochs, ResumeTokens, key_name
-from rpc.errors import CallError, InvalidField, NotFound, Unavailable
-from rpc.principal import CredentialKind, Principal, Role, set_caller
-from tenancy.api_keys import HashedKey, KeyDirectory
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.router.catalog.store_client import ResolvedAdapter
+from loraplex.router.generation.resume import TOKEN_S, GivenKeys, ResumeEpochs, ResumeTokens, key_name
+from loraplex.runtime.rpc.errors import CallError, InvalidField, NotFound, Unavailable
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
+from loraplex.runtime.tenancy.api_keys import HashedKey, KeyDirectory
 from tests.router.generation.test_resume import KEY, PART, PAYLOAD, SET, same
 
 HASHED = HashedKey("0123456789abcdef", "acme", Role.TENANT_USER, frozenset(), None, False, ())

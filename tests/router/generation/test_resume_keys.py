@@ -10,10 +10,10 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from broker.keys import RESUME_KEYS
-from broker.terms import RESUME_KEYS_LIMIT
-from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, SharedKeys
-from rpc.errors import InvalidField, Mismatch, Unavailable
+from loraplex.contracts.broker.keys import RESUME_KEYS
+from loraplex.contracts.broker.terms import RESUME_KEYS_LIMIT
+from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, SharedKeys
+from loraplex.runtime.rpc.errors import InvalidField, Mismatch, Unavailable
 from tests.router.generation.test_resume import same
 
 PAYLOAD = ResumePayload("r", "f", "tiny", "sha256:0", None, seed=1, max_tokens=7, began=Began(0, 0.0, 0.0, 0.0, 0.0))

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from artifacts.outcomes import Outcomes, StepOutcomes, ttft_bucket
-from broker.messages import AdapterRef, Job
-from options import SamplingParams, StoppingParams
-from router.catalog.store_client import ResolvedAdapter, RolledOut
-from router.dispatch.routed_job import RoutedJob
-from router.generation.rollouts import SHADOWS_AT_ONCE, Rollouts, Side, Trial, choose_side, place_of
-from router.request import Delta
-from rpc.errors import CallError, Exhausted, Internal, InvalidField, Unavailable
+from loraplex.contracts.artifacts.outcomes import Outcomes, StepOutcomes, ttft_bucket
+from loraplex.contracts.broker.messages import AdapterRef, Job
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.router.catalog.store_client import ResolvedAdapter, RolledOut
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.generation.rollouts import SHADOWS_AT_ONCE, Rollouts, Side, Trial, choose_side, place_of
+from loraplex.router.request import Delta
+from loraplex.runtime.rpc.errors import CallError, Exhausted, Internal, InvalidField, Unavailable
 
 RELEASE = "tenants/acme/adapters/support/releases/2"
 LIVE, CANDIDATE = (AdapterRef(f"tenants/acme/adapters/support/revisions/{one}", one, 8, 1) for one in ("one", "two"))

@@ -11,16 +11,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from broker.ledger import Reservation
-from options import TokenLogprobs
-from router.dispatch.links import RelayReach
-from router.generation.admission import Admission
-from router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls
-from router.quotas.quotas import CallBudget
-from router.request import Message, PromptLogprobs, Request, Summary
-from router.text.file_tokenizer import FileTokenizer
-from router.text.tokenizer import PromptTokenizer
-from rpc.errors import CallError, InvalidField, Unavailable
+from loraplex.contracts.broker.ledger import Reservation
+from loraplex.contracts.options import TokenLogprobs
+from loraplex.router.dispatch.links import RelayReach
+from loraplex.router.generation.admission import Admission
+from loraplex.router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls
+from loraplex.router.quotas.quotas import CallBudget
+from loraplex.router.request import Message, PromptLogprobs, Request, Summary
+from loraplex.router.text.file_tokenizer import FileTokenizer
+from loraplex.router.text.tokenizer import PromptTokenizer
+from loraplex.runtime.rpc.errors import CallError, InvalidField, Unavailable
 from tests.router.small_tokenizers import files_of, tokenizer_of
 
 REVISION = "tenants/acme/adapters/a/revisions/sha256:1"

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from broker.messages import Job
-from options import FinishReason, StoppingParams
-from router.dispatch.links import Frame
-from router.dispatch.routed_job import RoutedJob
-from router.generation.answer import PART_CHARACTERS, Answer, Echo
-from router.request import Delta, Finished, Received, Request, Stopping
-from router.text.file_tokenizer import FileTokenizer
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.options import FinishReason, StoppingParams
+from loraplex.router.dispatch.links import Frame
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.generation.answer import PART_CHARACTERS, Answer, Echo
+from loraplex.router.request import Delta, Finished, Received, Request, Stopping
+from loraplex.router.text.file_tokenizer import FileTokenizer
 from tests.router.small_tokenizers import KINDS, files_of, text_of_ids, tokenizer_of
 
 _SILENT = (FinishReason.END, FinishReason.STOP)

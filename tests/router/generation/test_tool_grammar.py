@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from artifacts.peft_config import ToolCallFormat
-from grammars.matching import compile_grammar, proof_vocabulary
-from grammars.prove import prove
-from router.generation.chat_format import CallGrammar, CallSyntax, free_parts, tool_grammar
-from router.generation.chat_reader import ChatFormat, ChatReader
-from router.request import Chat, ChatMessage, Tool, ToolCallDelta, ToolMode
-from rpc.errors import InvalidField
+from loraplex.contracts.artifacts.peft_config import ToolCallFormat
+from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary
+from loraplex.contracts.grammars.prove import prove
+from loraplex.router.generation.chat_format import CallGrammar, CallSyntax, free_parts, tool_grammar
+from loraplex.router.generation.chat_reader import ChatFormat, ChatReader
+from loraplex.router.request import Chat, ChatMessage, Tool, ToolCallDelta, ToolMode
+from loraplex.runtime.rpc.errors import InvalidField
 
 SCHEMAS = {
     "weather": {

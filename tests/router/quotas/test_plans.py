@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.terms import NO_KEY, KeyTerms
-from router.quotas.quotas import Plans
-from rpc.principal import CredentialKind, Principal, set_caller
-from tenancy.plans import Plan
+from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
+from loraplex.contracts.plans import Plan
+from loraplex.router.quotas.quotas import Plans
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, set_caller
 from tests.plans_file import plans_in
 
 FILE = """

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loraplex.admin.v1 import accounts_pb2
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.functions import Library, shipped_functions
-from broker.keys import LEDGER
-from broker.ledger import Ledger
-from router.dispatch.routed_job import RoutedJob
-from router.quotas.quotas import CallBudget, Quotas
-from rpc.errors import Aborted, Exhausted, Unavailable
+from loraplex.admin.v1 import accounts_pb2
+from loraplex.contracts.broker.functions import Library, shipped_functions
+from loraplex.contracts.broker.keys import LEDGER
+from loraplex.contracts.broker.ledger import Ledger
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.quotas.quotas import CallBudget, Quotas
+from loraplex.runtime.rpc.errors import Aborted, Exhausted, Unavailable
 from tests.accounts import account_of
 from tests.plans_file import plans_in
 from tests.router.recording_link import RecordingLink, frame, job
@@ -130,7 +130,7 @@ async def test_what_a_request_used_stays_and_the_rest_comes_back(new: New, redis
 async def test_a_request_that_nobody_resumes_ends_after_a_while(
     new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.quotas.quotas.LINGER_S", 0.01)
+    monkeypatch.setattr("loraplex.router.quotas.quotas.LINGER_S", 0.01)
     quotas = new(tokens_per_day=1_000)
     begun(left := await reserved(quotas, 2, 100), 5)
     await asyncio.wait_for(left.leave(), 30.0)
@@ -153,7 +153,7 @@ async def test_a_resumed_request_is_charged_once_though_both_routers_settle(new:
 async def test_a_router_learns_soon_that_a_request_which_was_left_to_it_is_resumed(
     new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.quotas.quotas.LINGER_S", 3600.0)
+    monkeypatch.setattr("loraplex.router.quotas.quotas.LINGER_S", 3600.0)
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
     begun(left := await reserved(first, 2, 100), 30)
     left.leave()
@@ -350,7 +350,7 @@ def with_key(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Q
     """Make the quotas of a router whose calls come with key k1, which has a plan within that of acme."""
     path = tmp_path / "plans.toml"
     path.write_text(KEY_PLANS)
-    monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "k1")
+    monkeypatch.setattr("loraplex.router.quotas.quotas.calling_key", lambda: "k1")
     return Quotas(Ledger(redis, LIBRARY), plans_in(path))
 
 
@@ -368,7 +368,7 @@ async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas,
 async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(with_key: Quotas, redis: Redis) -> None:
     other = Quotas(Ledger(redis, LIBRARY), with_key._plans)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.quotas.quotas.calling_key", lambda: "k2")
+        patch.setattr("loraplex.router.quotas.quotas.calling_key", lambda: "k2")
         await reserved(other, 100, 100)
     with pytest.raises(Exhausted) as refused:
         await with_key.reserve("acme", 50, 60)
@@ -405,7 +405,7 @@ async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
     begun(budget := await reserved(with_key, 2, 100), 30)
     budget.leave()
     await with_key.renew()
-    monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "")
+    monkeypatch.setattr("loraplex.router.quotas.quotas.calling_key", lambda: "")
     begun(resumed := await reserved(with_key, 2, 100, resumed=(budget.reservation.id, 30)), 100)
     resumed.settle()
     await with_key.drain(5.0)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from adapter_store.app import Store, StoreSettings
-from router.catalog.store_client import StoreClient
-from router.quotas.quotas import Plans
-from rpc.errors import Unavailable
-from tenancy.plans import Plan
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.contracts.plans import Plan
+from loraplex.router.catalog.store_client import StoreClient
+from loraplex.router.quotas.quotas import Plans
+from loraplex.runtime.rpc.errors import Unavailable
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError
 
-from broker.functions import Library, shipped_functions
-from broker.keys import LEDGER
-from broker.ledger import Ledger
-from router.metrics import RouterMetrics
-from router.quotas import usage
-from router.quotas.quotas import Plans, Quotas
-from router.quotas.usage import Facts, UsageLog, event_of
+from loraplex.contracts.broker.functions import Library, shipped_functions
+from loraplex.contracts.broker.keys import LEDGER
+from loraplex.contracts.broker.ledger import Ledger
+from loraplex.router.metrics import RouterMetrics
+from loraplex.router.quotas import usage
+from loraplex.router.quotas.quotas import Plans, Quotas
+from loraplex.router.quotas.usage import Facts, UsageLog, event_of
 from tests.router.quotas.test_quotas import begun, reserved
 from tests.router.recording_link import job
 
@@ -145,7 +145,7 @@ async def test_events_wait_while_a_full_redis_takes_no_group(
 async def test_a_redis_that_lost_its_data_gets_the_last_events_again(
     new: New, tmp_path: Path, redis: Redis, monkeypatch: pytest.MonkeyPatch, kept_s: float
 ) -> None:
-    monkeypatch.setattr("broker.ledger._RECENT_S", kept_s)
+    monkeypatch.setattr("loraplex.contracts.broker.ledger._RECENT_S", kept_s)
     quotas, log = new("router-a")
     begun(settled := await reserved(quotas, 2, 100), 60)
     await settled.settle()

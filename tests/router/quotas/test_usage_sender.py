@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from router.metrics import RouterMetrics
-from router.quotas.usage import SOURCE, TYPE
-from router.quotas.usage_sender import CONTENT_TYPE, Cursor, UsageSender, check_url
+from loraplex.router.metrics import RouterMetrics
+from loraplex.router.quotas.usage import SOURCE, TYPE
+from loraplex.router.quotas.usage_sender import CONTENT_TYPE, Cursor, UsageSender, check_url
 
 
 class Collector:
@@ -114,7 +114,7 @@ def append(path: Path, *ids: str) -> set[str]:
 @pytest.fixture
 def send(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], UsageSender]]:
     """Starts a sender of the file `usage`."""
-    monkeypatch.setattr("router.quotas.usage_sender.LOOK_S", 0.005)
+    monkeypatch.setattr("loraplex.router.quotas.usage_sender.LOOK_S", 0.005)
     made: list[UsageSender] = []
 
     def start() -> UsageSender:
@@ -197,8 +197,8 @@ def test_what_is_not_sent_of_a_file_that_is_copied_and_emptied_is_sent_from_the_
 def test_a_sender_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, collector: Collector) -> None:
     path, ids = tmp_path / "usage", set[str]()
     code = (
-        "import sys; from pathlib import Path; from router.metrics import RouterMetrics\n"
-        "from router.quotas import usage_sender as u; u.BATCH_EVENTS, u.LOOK_S = 3, 0.005\n"
+        "import sys; from pathlib import Path; from loraplex.router.metrics import RouterMetrics\n"
+        "from loraplex.router.quotas import usage_sender as u; u.BATCH_EVENTS, u.LOOK_S = 3, 0.005\n"
         "u.UsageSender(Path(sys.argv[1]), sys.argv[2], RouterMetrics(), pause_s=0.01); sys.stdin.read()"
     )
     for life in range(3):

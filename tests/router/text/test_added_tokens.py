@@ -6,9 +6,9 @@ import pytest
 from tokenizers import AddedToken as Entry
 from tokenizers import Tokenizer
 
-from artifacts.added_tokens import AddedToken
-from router.text.file_tokenizer import FileTokenizer
-from rpc.errors import Mismatch
+from loraplex.contracts.artifacts.added_tokens import AddedToken
+from loraplex.router.text.file_tokenizer import FileTokenizer
+from loraplex.runtime.rpc.errors import Mismatch
 from tests.router.small_tokenizers import KINDS, files_of, tokenizer_of
 
 TEXTS = (

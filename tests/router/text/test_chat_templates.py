@@ -14,16 +14,16 @@ import pytest
 import pytest_asyncio
 from jinja2 import defaults
 from jinja2.filters import FILTERS
-from loraplex_client.chat import chat_of
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from artifacts.peft_config import ChatSettings
-from router.api.convert import read_chat
-from router.request import Chat, ChatMessage
-from router.text.chat import ChatTemplate, TemplateCall, TemplateRenderer
-from rpc.errors import InvalidField, Unavailable
+from loraplex.contracts.artifacts.peft_config import ChatSettings
+from loraplex.router.api.convert import read_chat
+from loraplex.router.request import Chat, ChatMessage
+from loraplex.router.text.chat import ChatTemplate, TemplateCall, TemplateRenderer
+from loraplex.runtime.rpc.errors import InvalidField, Unavailable
+from loraplex_client.chat import chat_of
 
 FAMILIES = {path.stem: path.read_text() for path in (Path(__file__).parent / "families").glob("*.jinja")}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, models
 
-from router.text.file_tokenizer import FileTokenizer
+from loraplex.router.text.file_tokenizer import FileTokenizer
 from tests.router.small_tokenizers import KINDS, files_of, id_of, text_of_ids, tokenizer_of
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.request import Chat, ChatMessage
-from router.text.chat import ChatTemplate
-from router.text.tokenizer import SHORT_CHARACTERS, SHORT_IDS, HashTokenizer, PromptTokenizer
-from rpc.errors import InvalidField
+from loraplex.router.request import Chat, ChatMessage
+from loraplex.router.text.chat import ChatTemplate
+from loraplex.router.text.tokenizer import SHORT_CHARACTERS, SHORT_IDS, HashTokenizer, PromptTokenizer
+from loraplex.runtime.rpc.errors import InvalidField
 
 LONG = "x" * (SHORT_CHARACTERS + 1)
 

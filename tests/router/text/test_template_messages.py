@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from loraplex_client.chat import chat_of
 from tokenizers import Tokenizer, models
 
-from router.api.convert import read_chat
-from router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
-from router.text.chat_templates import MessageForm, template_messages
-from router.text.file_tokenizer import SpecialTokens
+from loraplex.router.api.convert import read_chat
+from loraplex.router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
+from loraplex.router.text.chat_templates import MessageForm, template_messages
+from loraplex.router.text.file_tokenizer import SpecialTokens
+from loraplex_client.chat import chat_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NOW = 1_732_000_000.0

@@ -8,10 +8,10 @@ import random
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from router.request import Chat, ChatMessage, PromptOptions
-from router.text.file_tokenizer import FileTokenizer, longest_token_bytes
-from router.text.tokenizer import HashTokenizer, PromptTokenizer, TooManyTokensError
-from rpc.errors import InvalidField
+from loraplex.router.request import Chat, ChatMessage, PromptOptions
+from loraplex.router.text.file_tokenizer import FileTokenizer, longest_token_bytes
+from loraplex.router.text.tokenizer import HashTokenizer, PromptTokenizer, TooManyTokensError
+from loraplex.runtime.rpc.errors import InvalidField
 from tests.router.small_tokenizers import KINDS, files_of, id_of, tokenizer_of
 
 TEMPLATE = "<s>{% for m in messages %}{{ m.content if m.content is string else m.content | map(attribute='text') | join }}<|end|>{% endfor %}"  # noqa: E501  # one template

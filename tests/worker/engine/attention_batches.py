@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from artifacts.families import KvShape
-from worker.engine.attention.paged import KvCache, LayerCall
-from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import NewSequence
+from loraplex.contracts.artifacts.families import KvShape
+from loraplex.worker.engine.attention.paged import KvCache, LayerCall
+from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine_api import NewSequence
 
 CPU = torch.device("cpu")
 

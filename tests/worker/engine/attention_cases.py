@@ -17,13 +17,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from artifacts.families import KvShape
+from loraplex.contracts.artifacts.families import KvShape
+from loraplex.worker.engine.attention import kernels
+from loraplex.worker.engine.attention.cuda import TritonPlan, triton_plan
+from loraplex.worker.engine.attention.paged import KvCache, LayerCall, row_blocks
+from loraplex.worker.engine.scheduling.sequence import Batch, Row
 from tests.worker.engine.attention_batches import Case, Numbers, cases, quantized
 from tests.worker.engine.interpreted import interpret_quickly
-from worker.engine.attention import kernels
-from worker.engine.attention.cuda import TritonPlan, triton_plan
-from worker.engine.attention.paged import KvCache, LayerCall, row_blocks
-from worker.engine.scheduling.sequence import Batch, Row
 
 
 def by_kernels(numbers: Numbers, batch: Batch | None = None) -> Tensor:

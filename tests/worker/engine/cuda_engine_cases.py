@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from options import StoppingParams
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine import torch_engine
+from loraplex.worker.engine.decoder.cuda import use_kernels
+from loraplex.worker.engine.lora.base_layers import AdapterLayers
+from loraplex.worker.engine.lora.cuda import adapt_linears
+from loraplex.worker.engine.lora.cuda_experts import adapt_experts
+from loraplex.worker.engine.model.loader import LoadedModel
+from loraplex.worker.engine.model.runner import DecodeBuffers
+from loraplex.worker.engine.quantized import cuda, weight
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence
 from tests.worker.engine.interpreted import interpret_quickly
-from worker.engine import torch_engine
-from worker.engine.decoder.cuda import use_kernels
-from worker.engine.lora.base_layers import AdapterLayers
-from worker.engine.lora.cuda import adapt_linears
-from worker.engine.lora.cuda_experts import adapt_experts
-from worker.engine.model.loader import LoadedModel
-from worker.engine.model.runner import DecodeBuffers
-from worker.engine.quantized import cuda, weight
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 
 
 def answers(case: dict[str, Any]) -> dict[str, Any]:

@@ -15,16 +15,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from loraplex.worker.engine.attention.paged import KvCache
+from loraplex.worker.engine.decoder.cuda import use_kernels
+from loraplex.worker.engine.device import KernelCall
+from loraplex.worker.engine.lora.cuda import adapt_linears
+from loraplex.worker.engine.model.loader import LoadedModel, load_model
+from loraplex.worker.engine.model.runner import step_inputs
+from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.interpreted import interpret_quickly
 from tests.worker.engine.model.tiny_families import make_config, make_model
-from worker.engine.attention.paged import KvCache
-from worker.engine.decoder.cuda import use_kernels
-from worker.engine.device import KernelCall
-from worker.engine.lora.cuda import adapt_linears
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.model.runner import step_inputs
-from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import NewSequence
 
 # Norms of all forms, of queries and keys too, layers that do not rotate, experts, and no module of a form.
 FAMILIES = ("llama", "gemma3_text", "olmo2", "smollm3", "mixtral", "gpt2")

@@ -17,20 +17,20 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from loraplex.worker.engine.attention import kernels
+from loraplex.worker.engine.attention.cuda import TritonPlan, triton_plan
+from loraplex.worker.engine.attention.paged import KvCache
+from loraplex.worker.engine.decoder.cuda import use_kernels
+from loraplex.worker.engine.decoder.invariant import use_invariant_products
+from loraplex.worker.engine.lora.cuda import CudaLora, adapt_linears
+from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
+from loraplex.worker.engine.model import runner
+from loraplex.worker.engine.model.layouts import StepLayout
+from loraplex.worker.engine.model.loader import LoadedModel, load_model
+from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.interpreted import interpret_quickly
 from tests.worker.engine.model.tiny_families import make_config, make_model
-from worker.engine.attention import kernels
-from worker.engine.attention.cuda import TritonPlan, triton_plan
-from worker.engine.attention.paged import KvCache
-from worker.engine.decoder.cuda import use_kernels
-from worker.engine.decoder.invariant import use_invariant_products
-from worker.engine.lora.cuda import CudaLora, adapt_linears
-from worker.engine.lora.weights import AdapterWeights, LoraPair
-from worker.engine.model import runner
-from worker.engine.model.layouts import StepLayout
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import NewSequence
 
 # Interpreting takes its time.
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.float16, torch.bfloat16)}

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from loraplex.worker.engine.lora.cuda import LOW_TILE, CudaLora
+from loraplex.worker.engine.lora.cuda_experts import CudaExperts
+from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 from tests.worker.engine.interpreted import interpret_quickly
-from worker.engine.lora.cuda import LOW_TILE, CudaLora
-from worker.engine.lora.cuda_experts import CudaExperts
-from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 
 Rows = tuple[tuple[int, int], ...]
 # Modules that share their input, and one that stands alone.

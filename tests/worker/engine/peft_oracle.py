@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts.checkpoint import read_header
-from artifacts.revision import WEIGHTS_FILE
-from options import StoppingParams
-from worker.engine_api import AdapterSource, NewSequence, Output
+from loraplex.contracts.artifacts.checkpoint import read_header
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence, Output
 
 VOCAB = 20
 # Largest difference over largest logit.

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from artifacts.quantization import parse_quantization
+from loraplex.contracts.artifacts.quantization import parse_quantization
+from loraplex.worker.engine.quantized.cuda import can_multiply, multiply
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight
 from tests.worker.engine.interpreted import interpret_quickly
-from worker.engine.quantized.cuda import can_multiply, multiply
-from worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight
 
 SCHEMES = ("int8", "int8-zero-point", "int4", "int4-64", "fp8")
 # Rows of each height of a tile; outputs and columns, of which the last have a short group, and no whole tile.

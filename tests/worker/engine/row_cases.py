@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
-from artifacts.families import KvShape
+from loraplex.contracts.artifacts.families import KvShape
+from loraplex.worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
+from loraplex.worker.engine.decoder.cuda import QueryKeyNorms, RotaryForm, gate_call
+from loraplex.worker.engine.decoder.residuals import FORMS, NormForm, NormKernel, norm_call
 from tests.worker.engine.interpreted import interpret_quickly
-from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
-from worker.engine.decoder.cuda import QueryKeyNorms, RotaryForm, gate_call
-from worker.engine.decoder.residuals import FORMS, NormForm, NormKernel, norm_call
 
 NOTHING = torch.empty(0)
 CALL = LayerCall(0, NOTHING, NOTHING, NOTHING, 1.0)

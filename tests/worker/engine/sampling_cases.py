@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from options import SamplingParams
+from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.sampling.cuda import sample_with_triton
+from loraplex.worker.engine.sampling.sampler import Adjustments, Draw, sample
 from tests.worker.engine.interpreted import interpret_quickly
-from worker.engine.sampling.cuda import sample_with_triton
-from worker.engine.sampling.sampler import Adjustments, Draw, sample
 
 ROWS = 10
 CASES = {

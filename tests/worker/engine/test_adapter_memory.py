@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import ArtifactError
-from worker.engine import device
-from worker.engine.device import host_adapter_bytes
-from worker.engine.lora.weights import (
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.worker.engine import device
+from loraplex.worker.engine.device import host_adapter_bytes
+from loraplex.worker.engine.lora.weights import (
     AdapterWeights,
     LoraPair,
     Rescale,
@@ -21,7 +21,7 @@ from worker.engine.lora.weights import (
     adapter_cache,
     pack_adapter,
 )
-from worker.engine_api import AdapterSource, EngineConfig
+from loraplex.worker.engine_api import AdapterSource, EngineConfig
 
 CPU = torch.device("cpu")
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import MismatchError
-from artifacts.names import weighted_digest
-from options import FinishReason
+from loraplex.contracts.artifacts import MismatchError
+from loraplex.contracts.artifacts.names import weighted_digest
+from loraplex.contracts.options import FinishReason
+from loraplex.worker.engine.lora.base_layers import ModelLayers
+from loraplex.worker.engine.lora.weights import read_source
+from loraplex.worker.engine.model.loader import load_model
+from loraplex.worker.engine_api import AdapterPart, AdapterSource, NewSequence
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
-from worker.engine.lora.base_layers import ModelLayers
-from worker.engine.lora.weights import read_source
-from worker.engine.model.loader import load_model
-from worker.engine_api import AdapterPart, AdapterSource, NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 

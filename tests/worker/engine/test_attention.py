@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from artifacts.families import KvShape
+from loraplex.contracts.artifacts.families import KvShape
+from loraplex.worker.engine.attention.cpu import write_codes
+from loraplex.worker.engine.attention.paged import AttentionContext, KvCache, LayerCall, fitting_blocks, paged_attention
+from loraplex.worker.engine.model.runner import step_inputs
+from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.attention_batches import quantized
-from worker.engine.attention.cpu import write_codes
-from worker.engine.attention.paged import AttentionContext, KvCache, LayerCall, fitting_blocks, paged_attention
-from worker.engine.model.runner import step_inputs
-from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import NewSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.worker.engine.scheduling.sequence import BadWords
+from loraplex.worker.engine_api import EngineConfig, NewSequence, Output
 from tests.hash_oracle import expected_ids
-from worker.engine.hash_engine import HashEngine
-from worker.engine.scheduling.sequence import BadWords
-from worker.engine_api import EngineConfig, NewSequence, Output
 
 PROMPT = (5, 6, 7, 8, 9)
 SETTINGS = {"rows": 6, "kv_blocks": 60, "block_size": 4, "step_tokens": 24, "adapter_slots": 3, "max_rank": 16}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from options import StoppingParams
-from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
-from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import EngineLimits, NewSequence
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
+from loraplex.worker.engine.scheduling.scheduler import Scheduler
+from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine_api import EngineLimits, NewSequence
 
 STEP_TOKENS = 512
 # Promised maxima of a step with a chunk: the target in seconds (bench/interference.py), or, where these are longer, so

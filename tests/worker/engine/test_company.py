@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from artifacts.families import FAMILIES
-from options import StoppingParams
+from loraplex.contracts.artifacts.families import FAMILIES
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence, Output
 from tests.tiny_models import VOCAB, TinyModel
 from tests.worker.engine.model.tiny_families import make_config, make_model
 from tests.worker.engine.ranks.forked import fork_ranks
-from worker.engine_api import AdapterSource, NewSequence, Output
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(7200)]
 

@@ -10,12 +10,12 @@ import torch
 from numba import cfunc
 from torch import Tensor
 
+from loraplex.kernels.rows import compile_rows
+from loraplex.kernels.weight_vectors import EMULATED, V
+from loraplex.worker.engine.attention.cpu import CpuPlan, cpu_plan
+from loraplex.worker.engine.attention.paged import row_blocks
+from loraplex.worker.engine.scheduling.sequence import Batch
 from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
-from worker.engine.attention.cpu import CpuPlan, cpu_plan
-from worker.engine.attention.paged import row_blocks
-from worker.engine.kernels.rows import compile_rows
-from worker.engine.kernels.weight_vectors import EMULATED, V
-from worker.engine.scheduling.sequence import Batch
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -75,7 +75,7 @@ def test_company_changes_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) 
     case = Case(dim=24, value_dim=24, decodes=(300, 5, 12, 70, 71), chunks=((40, 5), (90, 60)), window=200)
     if products != "fastest":
         # The code for AMX, over tiles in memory. Values of more positions than are packed together, in two panels.
-        monkeypatch.setattr("worker.engine.attention.cpu.fastest_products", lambda *_: EMULATED)
+        monkeypatch.setattr("loraplex.worker.engine.attention.cpu.fastest_products", lambda *_: EMULATED)
         case = replace(case, dim=64, value_dim=64, int8=products == "int8")
         numbers = Numbers(case, CPU, torch.bfloat16)
         expected = numbers.in_torch()
@@ -101,7 +101,7 @@ def test_large_scores_do_not_overflow() -> None:
 def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = Numbers(Case(chunks=((0, 9),)), CPU, torch.float32)
     expected = by_kernel(numbers)
-    monkeypatch.setattr("worker.engine.kernels.threads._parallel", lambda: None)
+    monkeypatch.setattr("loraplex.kernels.threads._parallel", lambda: None)
     assert torch.equal(by_kernel(numbers), expected)
 
 
@@ -120,5 +120,5 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pyte
             raise RuntimeError("cannot cache function: no locator available")
         return cfunc(signature)
 
-    monkeypatch.setattr("worker.engine.kernels.compilation.cfunc", nowhere)
+    monkeypatch.setattr("loraplex.kernels.compilation.cfunc", nowhere)
     assert compile_rows.__wrapped__("add", "float32").address

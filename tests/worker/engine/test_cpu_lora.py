@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.engine.kernels.tiles import can_use_tiles
-from worker.engine.kernels.weight_vectors import EMULATED, TILES, V
-from worker.engine.lora.cpu import CpuGroup, CpuStep
-from worker.engine.lora.weights import LoraPair, Rescale
+from loraplex.kernels.tiles import can_use_tiles
+from loraplex.kernels.weight_vectors import EMULATED, TILES, V
+from loraplex.worker.engine.lora.cpu import CpuGroup, CpuStep
+from loraplex.worker.engine.lora.weights import LoraPair, Rescale
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -155,7 +155,7 @@ PRODUCTS = [
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("dora", [False, True], ids=["plain", "DoRA"])
 def test_tiles_give_few_rows_and_many_the_same_bits(products: int, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engine.lora.cpu.fastest_products", lambda *_: products)
+    monkeypatch.setattr("loraplex.worker.engine.lora.cpu.fastest_products", lambda *_: products)
     group = Group(torch.bfloat16, RANKS, dora=dora, sizes=TILE_SIZES)
     for slots in MIXES.values():
         # Maximum error of two roundings: products with A are rounded before those with B, sums at the end.
@@ -180,7 +180,7 @@ def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pyt
     group = Group(torch.float32, RANKS)
     x, y = group.inputs(3)
     expected = group.result([0, 1, 2], x, y)
-    monkeypatch.setattr("worker.engine.kernels.threads._parallel", lambda: None)
+    monkeypatch.setattr("loraplex.kernels.threads._parallel", lambda: None)
     assert torch.equal(group.result([0, 1, 2], x, y), expected)
 
 

@@ -13,15 +13,15 @@ import torch
 
 from bench.device_requests import SAMPLINGS, draw_requests, run_requests
 from bench.fake_cuda import fake_engine
-from grammars.build import choices_grammar, regex_grammar
-from options import StoppingParams
+from loraplex.contracts.grammars.build import choices_grammar, regex_grammar
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.model.runner import DecodeGraphs, Runner
+from loraplex.worker.engine.quantized.weight import QuantizedWeight
+from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, ModelUnusableError, NewSequence
 from tests.drawn_schemas import byte_tokenizer
 from tests.tiny_models import TinyModel
 from tests.worker.engine.model.tiny_families import VOCAB, make_config, make_model
-from worker.engine.model.runner import DecodeGraphs, Runner
-from worker.engine.quantized.weight import QuantizedWeight
-from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import AdapterSource, EngineConfig, ModelUnusableError, NewSequence
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -82,7 +82,7 @@ def test_no_kernel_is_compiled_once_the_engine_serves(
 
     REQUESTS=300 takes over 500 steps: `make compilations`.
     """
-    from worker.engine.attention import kernels
+    from loraplex.worker.engine.attention import kernels
 
     # Short splits, so that prompts have several of them.
     monkeypatch.setattr(kernels, "CHUNK_SPLIT", 64)
@@ -167,7 +167,7 @@ def test_limits_whose_largest_step_has_no_room_are_refused(tiny_llama: Any, monk
 
 def test_an_engine_whose_sampling_fails_does_not_start(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row would fail alone, and the worker would claim the next."""
-    from worker.engine.sampling import cuda
+    from loraplex.worker.engine.sampling import cuda
 
     def choose(*_: Any) -> None:
         raise RuntimeError("no kernel image is available")

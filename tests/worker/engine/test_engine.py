@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from options import FinishReason, StoppingParams
-from worker.engine_api import NewSequence, Output, SequenceRefusedError
+from loraplex.contracts.options import FinishReason, StoppingParams
+from loraplex.worker.engine_api import NewSequence, Output, SequenceRefusedError
 
 pytestmark = pytest.mark.model
 
@@ -212,14 +212,14 @@ import json, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("llguidance", "redis", "grpc", "prometheus_client", "opentelemetry", "loraplex"):
+        if name.partition(".")[0] in ("llguidance", "redis", "grpc", "prometheus_client", "opentelemetry", "google"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-import worker.engine.process
-from options import StoppingParams
-from worker.engine.torch_engine import build_engine
-from worker.engine_api import EngineConfig, NewSequence
+import loraplex.worker.engine.process
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.worker.engine_api import EngineConfig, NewSequence
 
 engine = build_engine(EngineConfig(sys.argv[1], rows=2, kv_blocks=8))
 engine.add_sequence(NewSequence("plain", (1, 2, 3), stopping=StoppingParams(4)))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from options import FinishReason, SamplingParams, StoppingParams
-from worker.engine.device import is_out_of_memory
-from worker.engine.model.runner import Launched, Runner
-from worker.engine.sampling.step import InFlight, Sampled
-from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import NewSequence, Output
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine.device import is_out_of_memory
+from loraplex.worker.engine.model.runner import Launched, Runner
+from loraplex.worker.engine.sampling.step import InFlight, Sampled
+from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from options import FinishReason, SamplingParams, StoppingParams
-from worker.engine.sampling import sampler, step
-from worker.engine_api import AdapterSource, Failure, NewSequence, Output
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine.sampling import sampler, step
+from loraplex.worker.engine_api import AdapterSource, Failure, NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -134,14 +134,14 @@ def test_a_row_whose_sampling_raises_ends_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request that is known does so; one that a later change lets through must not cost the others theirs."""
-    from worker.engine.sampling.sampler import row_key
+    from loraplex.worker.engine.sampling.sampler import row_key
 
     def raises_for_seed_13(seed: int, choice: int, position: int) -> tuple[int, int]:
         if seed == 13:
             raise ArithmeticError("unlucky")
         return row_key(seed, choice, position)
 
-    monkeypatch.setattr("worker.engine.sampling.sampler.row_key", raises_for_seed_13)
+    monkeypatch.setattr("loraplex.worker.engine.sampling.sampler.row_key", raises_for_seed_13)
     engine = make_engine(tiny_llama.directory, **SETTINGS)
     unlucky = NewSequence("unlucky", PROMPT, sampling=SamplingParams(temperature=1.0, seed=13))
     lucky = NewSequence(

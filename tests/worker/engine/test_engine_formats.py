@@ -13,10 +13,10 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from options import FinishReason, SamplingParams, StoppingParams
+from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine_api import NewSequence, Output
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
-from worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 

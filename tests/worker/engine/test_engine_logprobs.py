@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from options import FinishReason, SamplingParams, StoppingParams, TokenLogprobs
-from worker.engine_api import NewSequence, Output
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams, TokenLogprobs
+from loraplex.worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -197,14 +197,14 @@ def test_a_row_whose_logprobs_raise_ends_alone(
     run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from worker.engine.sampling.step import PendingLogprobs, token_logprobs
+    from loraplex.worker.engine.sampling.step import PendingLogprobs, token_logprobs
 
     def raises_for_13(logits: torch.Tensor, tokens: torch.Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
         if 13 in alternatives:
             raise ArithmeticError("unlucky")
         return token_logprobs(logits, tokens, alternatives)
 
-    monkeypatch.setattr("worker.engine.sampling.step.token_logprobs", raises_for_13)
+    monkeypatch.setattr("loraplex.worker.engine.sampling.step.token_logprobs", raises_for_13)
     unlucky = [
         tiny_llama.request("answer", (5, 6), 5, logprobs=13),
         tiny_llama.request("prompt", (5, 6), 5, prompt_logprobs=13),

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
-from worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
+from loraplex.worker.engine.scheduling.sequence import Batch
 
 pytestmark = pytest.mark.model
 
@@ -51,7 +51,7 @@ def test_ids_do_not_depend_on_chunk_sizes_and_every_step_is_observed(
     ]
     arrivals = {0: requests[:3], 4: requests[3:6], 9: requests[6:]}
     moods = Moods()
-    monkeypatch.setattr("worker.engine.torch_engine.ChunkSizer", lambda target_s: moods)
+    monkeypatch.setattr("loraplex.worker.engine.torch_engine.ChunkSizer", lambda target_s: moods)
     engine = make_engine(tiny_llama.directory, **SETTINGS, paced=True)
     outputs = run_until_idle(engine, arrivals)
     for request in requests:
@@ -83,7 +83,7 @@ def test_a_step_takes_no_longer_where_others_use_the_processor(
     monkeypatch: pytest.MonkeyPatch, ahead: bool,
 ) -> None:  # fmt: skip
     moods = Moods()
-    monkeypatch.setattr("worker.engine.torch_engine.ChunkSizer", lambda target_s: moods)
+    monkeypatch.setattr("loraplex.worker.engine.torch_engine.ChunkSizer", lambda target_s: moods)
     engine = make_engine(tiny_llama.directory, **SETTINGS, paced=True)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})

@@ -15,10 +15,9 @@ from typing import TypeVar
 
 import pytest
 
-from options import FinishReason, SamplingParams, StoppingParams
-from tests.hash_oracle import expected_ids
-from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
-from worker.ipc import (
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
+from loraplex.worker.ipc import (
     Abort,
     Add,
     Begun,
@@ -37,6 +36,7 @@ from worker.ipc import (
     encode,
     from_engine_decoder,
 )
+from tests.hash_oracle import expected_ids
 
 SPEC = "hash:?vocab=600&seed=5"
 CONFIG = EngineConfig(
@@ -63,7 +63,7 @@ class EngineProcess:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(20)
-        command = [sys.executable, "-m", "worker.engine.process", "--fd", str(theirs.fileno())]
+        command = [sys.executable, "-m", "loraplex.worker.engine.process", "--fd", str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
         theirs.close()
         self._splitter = Splitter()
@@ -303,11 +303,11 @@ def test_the_process_dies_with_its_parent() -> None:
     script = (
         "import socket, subprocess, sys, time\n"
         "ours, theirs = socket.socketpair()\n"
-        "command = [sys.executable, '-m', 'worker.engine.process', '--fd', str(theirs.fileno())]\n"
+        "command = [sys.executable, '-m', 'loraplex.worker.engine.process', '--fd', str(theirs.fileno())]\n"
         "engine = subprocess.Popen(command, pass_fds=[theirs.fileno(), ours.fileno()])\n"
         "theirs.close()\n"
-        "from worker.engine_api import EngineConfig\n"
-        "from worker.ipc import Configure, encode\n"
+        "from loraplex.worker.engine_api import EngineConfig\n"
+        "from loraplex.worker.ipc import Configure, encode\n"
         f"ours.sendall(encode(Configure({CONFIG!r})))\n"
         "ours.recv(1)\n"
         "print(engine.pid, flush=True)\n"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from options import SamplingParams, StoppingParams
-from worker.engine_api import NewSequence, Output
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 

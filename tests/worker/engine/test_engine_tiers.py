@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from options import StoppingParams
-from worker.engine_api import AdapterSource, NewSequence, Output
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence, Output
 
 pytestmark = pytest.mark.model
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from options import Encode, FinishReason, StoppingParams
+from loraplex.contracts.options import Encode, FinishReason, StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence, SequenceRefusedError
 from tests.worker.engine.encoder.encoder_oracle import scatter
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model
 from tests.worker.engine.ranks.forked import fork_ranks
-from worker.engine_api import AdapterSource, NewSequence, SequenceRefusedError
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "opt": ["q_proj", "fc1"]}
@@ -133,7 +133,7 @@ def test_a_mean_counts_no_chunk_twice_when_memory_was_not_enough(
     run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from worker.engine.sampling.step import launch_sampling
+    from loraplex.worker.engine.sampling.step import launch_sampling
 
     make_model(make_config("llama"), tmp_path / "model")
     engine = make_engine(tmp_path / "model", rows=4, step_tokens=8)
@@ -148,7 +148,7 @@ def test_a_mean_counts_no_chunk_twice_when_memory_was_not_enough(
             raise MemoryError
         return launch(*arguments, **options)
 
-    monkeypatch.setattr("worker.engine.model.runner.launch_sampling", fail_once)
+    monkeypatch.setattr("loraplex.worker.engine.model.runner.launch_sampling", fail_once)
     [output] = run_until_idle(engine, {0: [request]})["a"]
     assert output.vector == pytest.approx(whole.vector, abs=1e-5)
     assert calls > 4

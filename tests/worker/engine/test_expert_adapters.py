@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.validate import validate_adapter
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
+from loraplex.adapter_store.validate import validate_adapter
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.worker.engine.lora.weights import read_adapter, read_source
+from loraplex.worker.engine.model.loader import load_model
+from loraplex.worker.engine_api import AdapterPart, AdapterSource
 from tests.worker.engine.model.tiny_families import EXPERTS, LATENT
 from tests.worker.engine.peft_oracle import PeftOracle, check_batch
-from worker.engine.lora.weights import read_adapter, read_source
-from worker.engine.model.loader import load_model
-from worker.engine_api import AdapterPart, AdapterSource
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -97,7 +97,7 @@ def test_an_adapter_of_one_tensor_is_pefts_without_panels_too(
     by_panels: bool, of_one: PeftOracle, make_engine: Any, run_until_idle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not by_panels:
-        monkeypatch.setattr("worker.engine.linear.experts.panels_work", lambda *_: False)
+        monkeypatch.setattr("loraplex.worker.engine.linear.experts.panels_work", lambda *_: False)
     base = read_base_model(str(of_one.directory))
     assert [validate_adapter(one, base).rank for one in of_one.adapters.values()] == [2, 3]
     check_batch(of_one, make_engine(of_one.directory, **SETTINGS | {"adapter_slots": 1}), run_until_idle, seed=4)

@@ -16,14 +16,14 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from grammars.build import json_grammar
-from grammars.matching import hash_token_text
-from options import FinishReason, SamplingParams, StoppingParams
+from loraplex.contracts.grammars.build import json_grammar
+from loraplex.contracts.grammars.matching import hash_token_text
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence
+from loraplex.worker.io.engine_client import EngineProcess
+from loraplex.worker.ipc import Add, Configure, Stepped
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 from tests.hash_oracle import expected_ids
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence
-from worker.io.engine_client import EngineProcess
-from worker.ipc import Add, Configure, Stepped
 
 # Number of answers of the long form; two in each three share their schema with another.
 LONG = int(os.environ.get("FORMAT_ANSWERS", "0"))

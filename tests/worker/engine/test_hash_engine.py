@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from options import Encode, FinishReason, SamplingParams, StoppingParams
+from loraplex.contracts.options import Encode, FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, SequenceRefusedError
 from tests.hash_oracle import expected_ids, expected_vector
-from worker.engine.hash_engine import HashEngine
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, SequenceRefusedError
 
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)

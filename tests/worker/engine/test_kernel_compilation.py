@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba.core.caching import FunctionCache
 
-from worker.engine.kernels import compilation, weight_vectors
+from loraplex.kernels import compilation, weight_vectors
 
 
 def _kernel(p):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from artifacts.experts import ExpertSizes
+from loraplex.contracts.artifacts.experts import ExpertSizes
+from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
 from tests.worker.engine.triton_runs import compiled_for, compiled_for_sm_90
-from worker.engine.lora.weights import AdapterWeights, LoraPair
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -44,7 +44,7 @@ def test_kernels_compile_for_sm_90(
 
 def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: torch.dtype) -> list[Any]:
     """A decode step's launches and a prefill's, as the model's forward pass makes them: nothing is run."""
-    from worker.engine.lora.cuda import CudaLora
+    from loraplex.worker.engine.lora.cuda import CudaLora
 
     linears = {f"module {index}": (in_features, width) for index, width in enumerate(widths)}
     lora = CudaLora(linears, {"group": tuple(linears)}, 2, max_rank, 32, dtype, CPU)
@@ -58,7 +58,7 @@ def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: to
 @pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernel_of_experts_tiles_compiles(capability: int) -> None:
-    from worker.engine.lora.cuda_experts import CudaExperts
+    from loraplex.worker.engine.lora.cuda_experts import CudaExperts
 
     experts = CudaExperts(lora_of({"m": (32, 48)}), {}, 2, 16, 8, torch.bfloat16, CPU)
     compiled_for(capability, experts.tiles_call(torch.zeros(64, dtype=torch.int64), 8))
@@ -66,7 +66,7 @@ def test_the_kernel_of_experts_tiles_compiles(capability: int) -> None:
 
 def test_a_decode_step_of_experts_has_the_same_launches_whatever_its_rows() -> None:
     """A slot that holds an adapter of fewer ranks, or none, has nothing of the one before."""
-    from worker.engine.lora.cuda_experts import CudaExperts
+    from loraplex.worker.engine.lora.cuda_experts import CudaExperts
 
     experts = CudaExperts(lora_of({"m": (32, 48)}), {"up": ExpertSizes(16, 24, 3)}, 2, 4, 8, torch.float32, CPU)
     addresses = set()
@@ -91,14 +91,14 @@ def test_a_decode_step_of_experts_has_the_same_launches_whatever_its_rows() -> N
 
 def lora_of(linears: dict[str, tuple[int, int]]) -> Any:
     """Slots of layers that stand alone."""
-    from worker.engine.lora.cuda import CudaLora
+    from loraplex.worker.engine.lora.cuda import CudaLora
 
     return CudaLora(linears, {name: (name,) for name in linears}, 2, 8, 8, torch.float32, CPU)
 
 
 def test_a_decode_steps_launches_depend_on_its_padded_size_alone() -> None:
     """Otherwise a graph would hold the launches of another step."""
-    from worker.engine.lora.cuda import CudaLora
+    from loraplex.worker.engine.lora.cuda import CudaLora
 
     lora = CudaLora({"m": (32, 48)}, {"g": ("m",)}, 4, 8, 8, torch.float32, CPU)
     x, y = torch.zeros(8, 32), torch.zeros(8, 48)
@@ -127,7 +127,7 @@ def described(call: Any) -> tuple[Any, ...]:
 
 
 def test_a_group_of_modules_with_different_inputs_is_refused() -> None:
-    from worker.engine.lora.cuda import CudaLora
+    from loraplex.worker.engine.lora.cuda import CudaLora
 
     with pytest.raises(ValueError, match=r"group g take \[16, 32\] features"):
         CudaLora({"m": (32, 48), "n": (16, 48)}, {"g": ("m", "n")}, 1, 8, 8, torch.float32, CPU)

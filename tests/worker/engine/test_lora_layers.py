@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.engine.lora.base_layers import FusedProduct, fuse, place_parts
-from worker.engine.lora.cpu import CpuLayers
-from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
+from loraplex.worker.engine.lora.base_layers import FusedProduct, fuse, place_parts
+from loraplex.worker.engine.lora.cpu import CpuLayers
+from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE
-from worker.engine.lora.weights import pack_adapter, read_adapter
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.worker.engine.lora.weights import pack_adapter, read_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,17 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_store.validate import validate_adapter
-from artifacts import ArtifactError, MismatchError
-from artifacts.base_model import read_base_model
-from artifacts.checkpoint import read_header
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE, base_copies
+from loraplex.adapter_store.validate import validate_adapter
+from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.checkpoint import read_header
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, base_copies
+from loraplex.worker.engine.lora.base_layers import ModelLayers
+from loraplex.worker.engine.lora.weights import read_adapter
+from loraplex.worker.engine.model.loader import load_model
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle, check_batch
-from worker.engine.lora.base_layers import ModelLayers
-from worker.engine.lora.weights import read_adapter
-from worker.engine.model.loader import load_model
-from worker.engine_api import NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -155,7 +155,7 @@ def test_weights_in_panels_and_fewer_slots_than_adapters_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot that held rank 256 is given to rank 1, and so on."""
-    monkeypatch.setattr("worker.engine.linear.layouts.packing_works", lambda _dtype: False)
+    monkeypatch.setattr("loraplex.worker.engine.linear.layouts.packing_works", lambda _dtype: False)
     oracle = oracles("llama")
     engine = make_engine(
         oracle.directory, rows=6, kv_blocks=400, block_size=4, adapter_slots=3, max_rank=256, step_tokens=32

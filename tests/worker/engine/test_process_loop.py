@@ -6,10 +6,10 @@ import gc
 from types import SimpleNamespace
 from typing import Any, cast
 
-from options import TokenLogprobs
-from worker.engine.process import serve, without_gc
-from worker.engine_api import Output
-from worker.ipc import PROMPT_TOKENS, Abort, FromEngine, PromptLogprobs, Stepped, ToEngine, step_messages
+from loraplex.contracts.options import TokenLogprobs
+from loraplex.worker.engine.process import serve, without_gc
+from loraplex.worker.engine_api import Output
+from loraplex.worker.ipc import PROMPT_TOKENS, Abort, FromEngine, PromptLogprobs, Stepped, ToEngine, step_messages
 
 
 class IdleEngine:

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from options import SamplingParams
-from worker.engine.sampling import sampler
-from worker.engine.sampling.sampler import Draw, gumbel_noise, row_key
+from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.sampling import sampler
+from loraplex.worker.engine.sampling.sampler import Draw, gumbel_noise, row_key
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from options import SamplingParams
-from worker.engine.sampling.sampler import Adjustments, Draw, adjust_logits, sample
+from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.sampling.sampler import Adjustments, Draw, adjust_logits, sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

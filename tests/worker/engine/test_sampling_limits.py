@@ -16,8 +16,8 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from options import SamplingParams
-from worker.engine.sampling.sampler import Draw, mask_atypical, sample, smallest_kept
+from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.sampling.sampler import Draw, mask_atypical, sample, smallest_kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

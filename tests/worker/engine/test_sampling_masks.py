@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from options import SamplingParams
-from worker.engine.sampling.sampler import Adjustments, Draw, forbid_ids, forbid_with_torch, sample
+from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.sampling.sampler import Adjustments, Draw, forbid_ids, forbid_with_torch, sample
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 VOCAB, WORDS = 1001, 32

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from options import SamplingParams, StoppingParams
-from worker.engine.sampling import sampler
-from worker.engine.sampling.sampler import NO_MASKS, Masks, forbid_with_torch
-from worker.engine.sampling.step import InFlight, launch_sampling
-from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import Failure, NewSequence
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.sampling import sampler
+from loraplex.worker.engine.sampling.sampler import NO_MASKS, Masks, forbid_with_torch
+from loraplex.worker.engine.sampling.step import InFlight, launch_sampling
+from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine_api import Failure, NewSequence
 
 VOCAB = 3000
 PROMPT = (1, 2, 3, 2)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.families import KvShape
+from loraplex.contracts.artifacts.families import KvShape
+from loraplex.worker.engine.attention.paged import KvCache, LayerCall
+from loraplex.worker.engine.device import before_compilations
 from tests.worker.engine.triton_runs import compiled_for
-from worker.engine.attention.paged import KvCache, LayerCall
-from worker.engine.device import before_compilations
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -41,7 +41,7 @@ def test_kernels_compile(
 
 def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any]) -> list[Any]:
     """A step's launches as the model's forward pass makes them: nothing is run."""
-    from worker.engine.attention.cuda import ChunkRows, DecodeRows, TritonPlan, write_call
+    from loraplex.worker.engine.attention.cuda import ChunkRows, DecodeRows, TritonPlan, write_call
 
     tables = torch.zeros(2, 4, dtype=torch.int32)
     plan = TritonPlan(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from options import SamplingParams
+from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.sampling.sampler import Draw
 from tests.worker.engine.triton_runs import compiled_for
-from worker.engine.sampling.sampler import Draw
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)])
 def test_the_kernel_compiles(dtype: torch.dtype, capability: int) -> None:
-    from worker.engine.sampling.cuda import choose_call, totals_call
+    from loraplex.worker.engine.sampling.cuda import choose_call, totals_call
 
     draws = [Draw(SamplingParams(temperature=1.0, top_k=5, top_p=0.9), 0, 1)] * 2
     call = choose_call(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 32_000, dtype=dtype), draws)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.engine.device import KernelCall
+from loraplex.worker.engine.device import KernelCall
 
 # Of an sm_90 device, for one program.
 SHARED_BYTES = 227 * 1024
@@ -42,7 +42,7 @@ def results_of(programs: Sequence[str], device: str, cases: Any = None, first: s
     interpreted = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Prescott", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", f"{first}\n{run}", device, *paths],
-        env=os.environ | {"PYTHONPATH": str(_ROOT)} | (interpreted if device == "cpu" else {}),
+        env=os.environ | {"PYTHONPATH": f"{_ROOT}:{_ROOT}/worker"} | (interpreted if device == "cpu" else {}),
         input=json.dumps(cases),
         capture_output=True,
         text=True,

@@ -11,29 +11,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loraplex.relay.v1 import relay_pb2 as pb
-from loraplex.relay.v1 import relay_pb2_grpc
 from redis.asyncio import Redis
 
-from broker.keys import Keys
-from broker.messages import Job
-from broker.queue import JobQueue
-from broker.seals import Seals
-from options import SamplingParams, StoppingParams, TokenLogprobs
-from router.dispatch.links import read_frame
-from rpc.server import Server, relay_options
-from telemetry.tracing import Spans
-from tenancy.guard import open_guard
-from worker.engine_api import EngineConfig
-from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
-from worker.io.engine_client import EngineLostError, EngineProcess
-from worker.io.intake import Intake
-from worker.io.local_jobs import LocalJobs
-from worker.io.metrics import WorkerMetrics
-from worker.io.relay.links import LinkSettings
-from worker.io.results import JobTelemetry, Results, TokenReports
-from worker.ipc import Begun, Configure, PromptLogprobs, Stepped
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.seals import Seals
+from loraplex.contracts.options import SamplingParams, StoppingParams, TokenLogprobs
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
+from loraplex.router.dispatch.links import read_frame
+from loraplex.runtime.rpc.server import Server, relay_options
+from loraplex.runtime.telemetry.tracing import Spans
+from loraplex.runtime.tenancy.guard import open_guard
+from loraplex.worker.engine_api import EngineConfig
+from loraplex.worker.io.adapters.disk import DiskTier
+from loraplex.worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
+from loraplex.worker.io.engine_client import EngineLostError, EngineProcess
+from loraplex.worker.io.intake import Intake
+from loraplex.worker.io.local_jobs import LocalJobs
+from loraplex.worker.io.metrics import WorkerMetrics
+from loraplex.worker.io.relay.links import LinkSettings
+from loraplex.worker.io.results import JobTelemetry, Results, TokenReports
+from loraplex.worker.ipc import Begun, Configure, PromptLogprobs, Stepped
 
 KEYS = Keys("hash", "main")
 MODEL = "hash:?vocab=600&step_ms=2"

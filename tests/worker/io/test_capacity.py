@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from loraplex.worker.engine_api import EngineLimits
+from loraplex.worker.io.intake import LATE_S, free_capacity
+from loraplex.worker.io.local_jobs import LocalJobs
 from tests.worker.io.relayed_worker import job
-from worker.engine_api import EngineLimits
-from worker.io.intake import LATE_S, free_capacity
-from worker.io.local_jobs import LocalJobs
 
 LIMITS = EngineLimits(rows=4, max_tokens=100, max_rank=8, vocab_size=100, block_size=4, blocks=100, adapter_slots=2)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from broker.messages import Job
-from options import SamplingParams, StoppingParams
-from worker.io.app import drain
-from worker.io.local_jobs import Ending, LocalJob, LocalJobs, LocalJobState
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.io.app import drain
+from loraplex.worker.io.local_jobs import Ending, LocalJob, LocalJobs, LocalJobState
 
 
 class Takeover:

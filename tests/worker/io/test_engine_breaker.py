@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.io.engine_client import DEATHS_LIMIT, OPEN_LIMIT_S, EngineBreaker
+from loraplex.worker.io.engine_client import DEATHS_LIMIT, OPEN_LIMIT_S, EngineBreaker
 
 ACME, GLOBEX, INITECH = (frozenset({(tenant, "")}) for tenant in ("acme", "globex", "initech"))
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 FORKS = """
-import asyncio, worker, grpc, uvloop
+import asyncio, loraplex.worker, grpc, uvloop
 
 async def main():
     server = grpc.aio.server()

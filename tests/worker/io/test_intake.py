@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import Capacity
-from broker.queue import JobQueue
-from broker.terms import SEALED_JOB_S, Claimed, Entry, Placement, QueueState, UsageReport
+from loraplex.contracts.broker.messages import Capacity
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import SEALED_JOB_S, Claimed, Entry, Placement, QueueState, UsageReport
 from tests.credentials_files import router_seals, worker_seals
 from tests.worker.io.relayed_worker import KEYS, LINKS, ROWS, Router, Worker, job, listening, running
 
@@ -93,8 +93,8 @@ async def test_a_worker_that_its_last_claim_filled_takes_no_wake_up(
 async def test_a_busy_worker_claims_several_rows_at_once(
     router: Router, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.io.intake.PACE_S", 600.0)
-    monkeypatch.setattr("worker.io.intake.PACED_ROWS", 2)
+    monkeypatch.setattr("loraplex.worker.io.intake.PACE_S", 600.0)
+    monkeypatch.setattr("loraplex.worker.io.intake.PACED_ROWS", 2)
     asked = RecordedQueue(worker, monkeypatch)
     for number in range(ROWS):
         await worker.queue.enqueue(job(f"endless-{number}", worker.address))

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
-from options import FinishReason
+from loraplex.contracts.options import FinishReason
+from loraplex.worker.engine_api import Failure, Output
+from loraplex.worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJobs, LocalJobState
 from tests.worker.io.relayed_worker import job
-from worker.engine_api import Failure, Output
-from worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJobs, LocalJobState
 
 FAILURE = Failure("INTERNAL", "FETCH_FAILED", "gone")
 CHOICE_PATHS = {

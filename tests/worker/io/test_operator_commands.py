@@ -10,10 +10,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from broker.commands import Command, Verb
-from broker.messages import AdapterRef, AdapterRequest
-from worker.io.commands import OperatorCommands
-from worker.ipc import Loaded, Warm
+from loraplex.contracts.broker.commands import Command, Verb
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest
+from loraplex.worker.io.commands import OperatorCommands
+from loraplex.worker.ipc import Loaded, Warm
 
 
 def pin_of(tenant: str) -> AdapterRequest:

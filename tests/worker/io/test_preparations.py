@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from broker.messages import AdapterRef
+from loraplex.contracts.broker.messages import AdapterRef
+from loraplex.worker.engine_api import Failure
+from loraplex.worker.io import intake
+from loraplex.worker.io.adapters.fetch import FetchFailedError
+from loraplex.worker.io.intake import Intake
+from loraplex.worker.io.local_jobs import LocalJobs
 from tests.worker.io.relayed_worker import job
-from worker.engine_api import Failure
-from worker.io import intake
-from worker.io.adapters.fetch import FetchFailedError
-from worker.io.intake import Intake
-from worker.io.local_jobs import LocalJobs
 
 ROWS = 4
 GONE = Failure("NOT_FOUND", "ADAPTER_GONE", "deleted", "adapter")

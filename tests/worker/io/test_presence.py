@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from broker.messages import WorkerPhase, WorkerState
-from rpc.server import Server
-from tenancy.guard import Guard
-from tenancy.permissions import Port
+from loraplex.contracts.broker.messages import WorkerPhase, WorkerState
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.guard import Guard
+from loraplex.runtime.tenancy.permissions import Port
+from loraplex.worker.io import membership
+from loraplex.worker.io.membership import Presence
+from loraplex.worker.io.metrics import WorkerMetrics
 from tests.broker.test_liveness import worker
 from tests.simulation.worker import SimulatedHealth
-from worker.io import membership
-from worker.io.membership import Presence
-from worker.io.metrics import WorkerMetrics
 
 
 class UnansweredBeats:

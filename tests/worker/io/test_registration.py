@@ -9,9 +9,9 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from artifacts import MismatchError
-from artifacts.base_model import BaseModel, read_base_model
-from worker.io.membership import wait_until_registered
+from loraplex.contracts.artifacts import MismatchError
+from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
+from loraplex.worker.io.membership import wait_until_registered
 
 PLAIN = replace(read_base_model("hash:?"), name="tiny")
 INT8 = replace(PLAIN, digest="sha256:8", quantization="int8", original_digest=PLAIN.digest)

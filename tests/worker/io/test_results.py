@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from loraplex.worker.io import results
+from loraplex.worker.io.local_jobs import LocalJobState
+from loraplex.worker.ipc import PROMPT_TOKENS, Add, Begun, Refused, ToEngine
 from tests.hash_oracle import expected_prompt_logprobs
 from tests.worker.io.relayed_worker import MODEL, Router, job, running
-from worker.io import results
-from worker.io.local_jobs import LocalJobState
-from worker.ipc import PROMPT_TOKENS, Add, Begun, Refused, ToEngine
 
 
 async def test_an_answer_that_was_given_back_stays_so_whatever_the_engine_says_of_it(

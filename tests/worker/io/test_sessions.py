@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from worker.io.app import START_DEATHS_LIMIT, run_sessions
-from worker.io.engine_client import EngineLostError, EngineUnusableError
-from worker.io.metrics import WorkerMetrics
+from loraplex.worker.io.app import START_DEATHS_LIMIT, run_sessions
+from loraplex.worker.io.engine_client import EngineLostError, EngineUnusableError
+from loraplex.worker.io.metrics import WorkerMetrics
 
 
 class Sessions:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker.engine_api import EngineConfig
-from worker.io.settings import Settings
+from loraplex.worker.engine_api import EngineConfig
+from loraplex.worker.io.settings import Settings
 
 REQUIRED = ("hash:?", "127.0.0.1:1", "redis://127.0.0.1:1")
 

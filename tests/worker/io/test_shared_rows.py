@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import Job, RowToShare
-from broker.terms import UsageReport
+from loraplex.contracts.broker.messages import Job, RowToShare
+from loraplex.contracts.broker.terms import UsageReport
+from loraplex.worker.io.intake import divide, row_to_share
 from tests.worker.io.relayed_worker import ROWS, Router, job, running
-from worker.io.intake import divide, row_to_share
 
 
 def of(tenant: str, job_id: str, address: str = "here", **options: int) -> Job:

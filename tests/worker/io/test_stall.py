@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from artifacts.base_model import read_base_model
-from broker.liveness import Liveness
-from broker.messages import STRIKES_LIMIT, AdapterTiers, WorkerPhase, WorkerState
-from rpc.server import Server
-from rpc.tasks import every
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import STRIKES_LIMIT, AdapterTiers, WorkerPhase, WorkerState
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.tasks import every
+from loraplex.worker.io.app import watch_steps
+from loraplex.worker.io.membership import Presence, worker_state
 from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
-from worker.io.app import watch_steps
-from worker.io.membership import Presence, worker_state
 
 STALL_S = 2.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.io.engine_client import Starvation
+from loraplex.worker.io.engine_client import Starvation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells what a thread waits for")
 _SPINS = "while True: pass"

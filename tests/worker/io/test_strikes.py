@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Capacity, Job
-from options import FinishReason
+from loraplex.contracts.broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Capacity, Job
+from loraplex.contracts.options import FinishReason
+from loraplex.worker.engine_api import AdapterSource, Output
+from loraplex.worker.io.intake import free_capacity
+from loraplex.worker.io.local_jobs import CLEARED_ATTEMPTS, LocalChoice, LocalJob, LocalJobs, LocalJobState
 from tests.worker.io.relayed_worker import MODEL, ROWS, Router, job, running
-from worker.engine_api import AdapterSource, Output
-from worker.io.intake import free_capacity
-from worker.io.local_jobs import CLEARED_ATTEMPTS, LocalChoice, LocalJob, LocalJobs, LocalJobState
 
 # The rule
 

@@ -7,13 +7,13 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from broker.messages import AdapterRef, Job
-from options import FinishReason, SamplingParams, StoppingParams
-from telemetry.tracing import Spans
-from worker.engine_api import Failure, Output
-from worker.io.local_jobs import Ending, LocalJob, LocalJobs
-from worker.io.metrics import WorkerMetrics
-from worker.io.results import CANCELLED, FAILED, FINISHED, RETURNED, JobTelemetry
+from loraplex.contracts.broker.messages import AdapterRef, Job
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.runtime.telemetry.tracing import Spans
+from loraplex.worker.engine_api import Failure, Output
+from loraplex.worker.io.local_jobs import Ending, LocalJob, LocalJobs
+from loraplex.worker.io.metrics import WorkerMetrics
+from loraplex.worker.io.results import CANCELLED, FAILED, FINISHED, RETURNED, JobTelemetry
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{SPAN}-01"

@@ -8,19 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
-from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
-from loraplex_client import AsyncStoreClient
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import read_base_model
-from broker.messages import AdapterRef, WeightedRef
-from clients.cli.models import registered
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.messages import AdapterRef, WeightedRef
+from loraplex.worker.engine_api import Removal
+from loraplex.worker.io.adapters.disk import DiskTier
+from loraplex.worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
+from loraplex.worker.io.commands import TenantData, drop_gone_revisions, gone_revisions
+from loraplex.worker.ipc import ForgetTenant, TenantForgotten
+from loraplex_client import AsyncStoreClient
 from tests.worker.io.adapters.test_fetch import adapter
-from worker.engine_api import Removal
-from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
-from worker.io.commands import TenantData, drop_gone_revisions, gone_revisions
-from worker.ipc import ForgetTenant, TenantForgotten
 
 
 async def push(address: str, tenant: str, directory: Path) -> AdapterRef:

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from broker.keys import Keys
-from broker.messages import Capacity, Job
-from broker.queue import JobQueue
-from broker.terms import OUTPUT_WEIGHT
-from options import Encode, FinishReason, StoppingParams
-from worker.engine_api import Output
-from worker.io.local_jobs import LocalJobs
-from worker.io.results import TokenReports
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.messages import Capacity, Job
+from loraplex.contracts.broker.queue import JobQueue
+from loraplex.contracts.broker.terms import OUTPUT_WEIGHT
+from loraplex.contracts.options import Encode, FinishReason, StoppingParams
+from loraplex.worker.engine_api import Output
+from loraplex.worker.io.local_jobs import LocalJobs
+from loraplex.worker.io.results import TokenReports
 
 KEYS = Keys("tiny", "main")
 

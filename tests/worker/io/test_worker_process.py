@@ -15,16 +15,16 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loraplex_client import AsyncStoreClient
 
-from artifacts.base_model import read_base_model
-from broker.commands import DRAIN, CommandQueue
-from broker.connection import connect
-from broker.keys import Keys
-from broker.liveness import Liveness
-from broker.messages import WorkerState
-from clients.cli.models import registered
-from deploy import valkey
+from loraplex.cli import valkey
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.commands import DRAIN, CommandQueue
+from loraplex.contracts.broker.connection import connect
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.messages import WorkerState
+from loraplex_client import AsyncStoreClient
 
 MODEL = "hash:?vocab=600&seed=3&step_ms=5"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -55,7 +55,18 @@ class Worker:
 @asynccontextmanager
 async def running(store: str, redis_url: str, *flags: str) -> AsyncIterator[Worker]:
     """Run a worker in a session of its own; kills it with its group at the end unless it has ended."""
-    argv = [sys.executable, "-m", "worker", "--model", MODEL, "--store", store, "--redis-url", redis_url, *flags]
+    argv = [
+        sys.executable,
+        "-m",
+        "loraplex.worker",
+        "--model",
+        MODEL,
+        "--store",
+        store,
+        "--redis-url",
+        redis_url,
+        *flags,
+    ]
     process = await asyncio.create_subprocess_exec(
         *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
     )
@@ -82,7 +93,15 @@ def valkey_in(directory: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run a real store; returns its address."""
-    command = [sys.executable, "-m", "adapter_store", "--port", "0", "--data", str(tmp_path_factory.mktemp("store"))]
+    command = [
+        sys.executable,
+        "-m",
+        "loraplex.adapter_store",
+        "--port",
+        "0",
+        "--data",
+        str(tmp_path_factory.mktemp("store")),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -225,7 +244,7 @@ async def test_a_redis_url_that_no_waiting_mends_is_refused(store: str) -> None:
 def engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every engine process of this test's children end with exit status 7 as soon as it starts."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'worker.engine.process' in sys.orig_argv:\n    os._exit(7)\n"
+        "import os, sys\nif 'loraplex.worker.engine.process' in sys.orig_argv:\n    os._exit(7)\n"
     )
     path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))

@@ -11,12 +11,12 @@ from transformers import LlamaConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from artifacts.families import KvShape
 from bench.launches import measure
+from loraplex.contracts.artifacts.families import KvShape
+from loraplex.worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
+from loraplex.worker.engine.model.loader import load_model
+from loraplex.worker.engine_api import ModelUnusableError
 from tests.worker.engine.triton_runs import compiled_for
-from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
-from worker.engine.model.loader import load_model
-from worker.engine_api import ModelUnusableError
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 pytestmark = pytest.mark.model
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_normalization_is_known_by_its_numbers(dtype: torch.dtype) -> None:
-    from worker.engine.decoder.residuals import NormForm, norm_form
+    from loraplex.worker.engine.decoder.residuals import NormForm, norm_form
 
     class Doubling(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_a_normalization_is_known_by_its_numbers(dtype: torch.dtype) -> None:
 
 
 def test_a_gated_mlp_is_known_by_its_numbers() -> None:
-    from worker.engine.decoder.cuda import gate_of
+    from loraplex.worker.engine.decoder.cuda import gate_of
 
     config: Any = LlamaConfig(hidden_size=32, intermediate_size=48)
     assert gate_of(LlamaMLP(config), torch.bfloat16) == "silu"  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def test_a_gated_mlp_is_known_by_its_numbers() -> None:
 
 
 def test_a_layer_is_known_by_what_it_adds(tiny_llama: Any) -> None:
-    from worker.engine.decoder.residuals import LAYER_FORMS, adds_residuals
+    from loraplex.worker.engine.decoder.residuals import LAYER_FORMS, adds_residuals
 
     layer = load_model(str(tiny_llama.directory)).module.model.layers[0]
     assert adds_residuals(layer, LAYER_FORMS[0])
@@ -72,7 +72,7 @@ def test_a_layer_is_known_by_what_it_adds(tiny_llama: Any) -> None:
 
 
 def test_an_attention_that_rotates_all_features_is_known_by_its_numbers(tiny_llama: Any, tiny_qwen2: Any) -> None:
-    from worker.engine.decoder.cuda import attention_form
+    from loraplex.worker.engine.decoder.cuda import attention_form
 
     for tiny in (tiny_llama, tiny_qwen2):
         loaded = load_model(str(tiny.directory))
@@ -95,8 +95,8 @@ def test_an_attention_that_rotates_all_features_is_known_by_its_numbers(tiny_lla
 @pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_the_kernels_compile(capability: int) -> None:
-    from worker.engine.decoder.cuda import QueryKeyNorms, RotaryForm, gate_call
-    from worker.engine.decoder.residuals import NormForm, NormKernel, norm_call
+    from loraplex.worker.engine.decoder.cuda import QueryKeyNorms, RotaryForm, gate_call
+    from loraplex.worker.engine.decoder.residuals import NormForm, NormKernel, norm_call
 
     x, out = torch.zeros(8, 8192, dtype=torch.bfloat16), torch.zeros(8, 4096, dtype=torch.bfloat16)
     form = NormForm(1e-5, 0.0, late=False)
@@ -122,7 +122,7 @@ def test_the_kernels_compile(capability: int) -> None:
 @pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16), (100, torch.bfloat16)])
 def test_the_product_of_batch_invariance_compiles(capability: int, dtype: torch.dtype) -> None:
-    from worker.engine.decoder.invariant import multiply_call
+    from loraplex.worker.engine.decoder.invariant import multiply_call
 
     x, y = torch.zeros(100, 256, dtype=dtype), torch.zeros(100, 6144, dtype=dtype)
     call = multiply_call(y, x, torch.zeros(6144, 256, dtype=dtype), torch.zeros(6144, dtype=dtype))
@@ -131,7 +131,7 @@ def test_the_product_of_batch_invariance_compiles(capability: int, dtype: torch.
 
 
 def test_a_model_whose_rows_may_depend_on_each_other_is_refused() -> None:
-    from worker.engine.decoder.invariant import InvariantLinear, use_invariant_products
+    from loraplex.worker.engine.decoder.invariant import InvariantLinear, use_invariant_products
 
     config: Any = LlamaConfig(hidden_size=32, intermediate_size=48)
     model = nn.ModuleDict({"mlp": LlamaMLP(config)})  # type: ignore[no-untyped-call]

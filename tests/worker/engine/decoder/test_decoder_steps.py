@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import nn
 
-from options import StoppingParams
+from loraplex.contracts.options import StoppingParams
+from loraplex.kernels.program import Program
+from loraplex.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
+from loraplex.kernels.weight_vectors import FLOATS
+from loraplex.worker.engine.decoder import recognition
+from loraplex.worker.engine.decoder.recognition import _SharedMemory
+from loraplex.worker.engine.linear.layer import PanelLinear, scratch_memory
+from loraplex.worker.engine.lora.cpu import CpuGroup, CpuStep
+from loraplex.worker.engine.model.loader import load_model
+from loraplex.worker.engine.torch_engine import adapter_layers
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
-from worker.engine.decoder import recognition
-from worker.engine.decoder.recognition import _SharedMemory
-from worker.engine.kernels.program import Program
-from worker.engine.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
-from worker.engine.kernels.weight_vectors import FLOATS
-from worker.engine.linear.layer import PanelLinear, scratch_memory
-from worker.engine.lora.cpu import CpuGroup, CpuStep
-from worker.engine.model.loader import load_model
-from worker.engine.torch_engine import adapter_layers
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output
 
 pytestmark = pytest.mark.model
 

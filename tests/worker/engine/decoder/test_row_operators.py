@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from worker.engine.decoder.layer import Heads, Norm, Rotation, RowOperators, Slots
+from loraplex.worker.engine.decoder.layer import Heads, Norm, Rotation, RowOperators, Slots
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 COLUMNS = [1, 5, 16, 54, 131]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from worker.engine_api import EngineConfig
+from loraplex.worker.engine_api import EngineConfig
 
 
 @pytest.fixture
 def make_encoder(one_thread: None) -> Iterator[Callable[..., Any]]:
     """Call with (directory, **settings): an engine in float32, closed after the test."""
-    from worker.engine.encoder.engine import build_encoder
+    from loraplex.worker.engine.encoder.engine import build_encoder
 
     engines = []
 

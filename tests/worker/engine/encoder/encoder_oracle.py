@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from options import Encode, StoppingParams
-from worker.engine_api import AdapterSource, NewSequence
+from loraplex.contracts.options import Encode, StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence
 
 VOCAB = 60
 SIZES: dict[str, Any] = {
@@ -168,10 +168,10 @@ def dequantized(oracle: EncoderOracle, scheme: str, directory: Path) -> EncoderO
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForSequenceClassification
 
-    from artifacts.checkpoint import read_checkpoint
-    from artifacts.encoders import ENCODERS, inner_weights
-    from artifacts.quantization import parse_quantization
-    from worker.engine.quantized.weight import quantize_weight
+    from loraplex.contracts.artifacts.checkpoint import read_checkpoint
+    from loraplex.contracts.artifacts.encoders import ENCODERS, inner_weights
+    from loraplex.contracts.artifacts.quantization import parse_quantization
+    from loraplex.worker.engine.quantized.weight import quantize_weight
 
     auto: Any = AutoModelForSequenceClassification
     model = oracle.tuned[""].model

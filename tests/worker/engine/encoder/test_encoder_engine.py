@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from options import Encode, FinishReason, StoppingParams
+from loraplex.contracts.options import Encode, FinishReason, StoppingParams
+from loraplex.worker.engine.encoder.body import Text, TextAttention
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, SequenceRefusedError
+from loraplex.worker.io.results import warm_up_sequence
 from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracle, texts, vectors_of
-from worker.engine.encoder.body import Text, TextAttention
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, SequenceRefusedError
-from worker.io.results import warm_up_sequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 EMBED, CLASSIFY = Encode("embed"), Encode("classify")
@@ -86,9 +86,9 @@ def test_what_an_encoder_cannot_do_is_refused_in_one_line(
 def test_a_broken_head_is_refused_when_it_is_read(bert: EncoderOracle, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from artifacts import MismatchError
-    from artifacts.base_model import read_base_model
-    from worker.engine.lora.weights import read_adapter
+    from loraplex.contracts.artifacts import MismatchError
+    from loraplex.contracts.artifacts.base_model import read_base_model
+    from loraplex.worker.engine.lora.weights import read_adapter
 
     sizes = {one.name: (one.in_features, one.out_features) for one in read_base_model(str(bert.directory)).modules}
     own = bert.tuned["own"].source
@@ -141,7 +141,7 @@ def test_tenants_share_the_texts_of_a_step(bert: EncoderOracle, make_encoder: Ca
 
 
 def test_a_step_gives_signs_of_life(bert: EncoderOracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker.engine.encoder import engine as build
+    from loraplex.worker.engine.encoder import engine as build
 
     monkeypatch.setattr(build, "_SIGN_S", 0.0)
     signs: list[int] = []
@@ -157,7 +157,7 @@ def test_a_step_gives_signs_of_life(bert: EncoderOracle, monkeypatch: pytest.Mon
 
 
 def test_windows_of_long_texts_are_those_of_the_whole_matrix() -> None:
-    from worker.engine.attention.paged import LayerCall
+    from loraplex.worker.engine.attention.paged import LayerCall
 
     generator = torch.Generator().manual_seed(0)
     length, window = 700, 9

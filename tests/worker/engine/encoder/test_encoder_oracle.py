@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from options import Encode
+from loraplex.contracts.options import Encode
 from tests.worker.engine.encoder.encoder_oracle import MODELS, dequantized, make_oracle, texts, vectors_of
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]

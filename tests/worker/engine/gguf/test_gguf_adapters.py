@@ -15,10 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from artifacts import ArtifactError
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.worker.engine.gguf import convert_adapter
+from loraplex.worker.engine.gguf.config import ARCHITECTURES
 from tests.worker.engine.gguf.written import add_tensor, finish, logits, make_source, write_adapter
-from worker.engine.gguf import convert_adapter
-from worker.engine.gguf.config import ARCHITECTURES
 
 auto: Any = AutoModelForCausalLM
 CONVERTED = sorted(set(ARCHITECTURES) - {"gpt2"})

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from artifacts import ArtifactError
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.worker.engine.gguf import import_gguf
+from loraplex.worker.engine.gguf.config import ARCHITECTURES
 from tests.worker.engine.gguf.written import logits, make_source, write_model
-from worker.engine.gguf import import_gguf
-from worker.engine.gguf.config import ARCHITECTURES
 
 # Norms of these are stored with 1 added, which rounds.
 ROUNDED = ("gemma2", "gemma3", "nemotron")

@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 import pytest
 
-from artifacts import ArtifactError
-from worker.engine.gguf import file as gguf_file
-from worker.engine.gguf.file import read_gguf
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.worker.engine.gguf import file as gguf_file
+from loraplex.worker.engine.gguf.file import read_gguf
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
-from options import StoppingParams
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.gguf import base, import_gguf
+from loraplex.worker.engine.gguf import file as gguf_file
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.gguf.written import END, add_tensor, finish, make_source, write_model
 from tests.worker.engine.model.tiny_families import CRAMPED, answer
-from worker.engine.gguf import base, import_gguf
-from worker.engine.gguf import file as gguf_file
-from worker.engine_api import NewSequence
 
 TYPES = (GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1)
 auto: Any = AutoModelForCausalLM

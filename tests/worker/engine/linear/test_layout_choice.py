@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from loraplex.worker.engine.linear import choice, layouts
+from loraplex.worker.engine.linear.choice import LayoutChoice, measured, unmeasured
+from loraplex.worker.engine.linear.layouts import Layout, float_layouts
+from loraplex.worker.engine.model import loader
+from loraplex.worker.engine.model.loader import choose_layouts, lay_out, load_model
+from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
+from loraplex.worker.engine_api import ModelUnusableError
 from tests.worker.engine.model.tiny_families import make_config, make_model
-from worker.engine.linear import choice, layouts
-from worker.engine.linear.choice import LayoutChoice, measured, unmeasured
-from worker.engine.linear.layouts import Layout, float_layouts
-from worker.engine.model import loader
-from worker.engine.model.loader import choose_layouts, lay_out, load_model
-from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
-from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,7 +163,7 @@ def test_a_processor_without_a_kernel(tiny_qwen2: Any, monkeypatch: pytest.Monke
 
 
 def test_a_kernel_that_goes_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker.engine.linear.layer import PanelLinear
+    from loraplex.worker.engine.linear.layer import PanelLinear
 
     layouts._panels_work.cache_clear()
     monkeypatch.setattr(PanelLinear, "forward", lambda self, x: x.new_zeros(len(x), self.out_features))

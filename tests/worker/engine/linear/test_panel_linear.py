@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.engine.kernels.linear import compile_linear
-from worker.engine.kernels.tiles import bfloat16_products
-from worker.engine.kernels.weight_vectors import EMULATED, PAIRS, TILES, V
-from worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
-from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, QuantizedWeight, quantize
+from loraplex.kernels.linear import compile_linear
+from loraplex.kernels.tiles import bfloat16_products
+from loraplex.kernels.weight_vectors import EMULATED, PAIRS, TILES, V
+from loraplex.worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
+from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedLinear, QuantizedWeight, quantize
 
 # Outputs and columns: less than a panel and a vector, whole ones, and more with a rest.
 SHAPES = [(5, 16), (33, 86), (100, 290)]

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from artifacts.base_model import read_base_model
-from artifacts.families import FAMILIES, kv_shape
-from options import Encode, StoppingParams
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.families import FAMILIES, kv_shape
+from loraplex.contracts.options import Encode, StoppingParams
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.model.tiny_families import (
     CRAMPED,
     LAST_ARRIVAL,
@@ -34,7 +35,6 @@ from tests.worker.engine.model.tiny_families import (
     make_tiny,
     requests_of,
 )
-from worker.engine_api import NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -55,7 +55,7 @@ def test_a_family_answers_as_transformers_does(
     run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from worker.engine.model.loader import load_model
+    from loraplex.worker.engine.model.loader import load_model
 
     loads: list[Any] = []
 
@@ -64,7 +64,7 @@ def test_a_family_answers_as_transformers_does(
         return loads[-1]
 
     tiny = make_tiny(model_type, tmp_path, save_adapter)
-    monkeypatch.setattr("worker.engine.torch_engine.load_model", keep)
+    monkeypatch.setattr("loraplex.worker.engine.torch_engine.load_model", keep)
     engine = make_engine(tiny.directory, **CRAMPED)
     manifest, [loaded] = read_base_model(str(tiny.directory)), loads
     adaptable = {one.name: dataclasses.astuple(one)[1:] for one in manifest.modules}
@@ -104,7 +104,7 @@ def test_fields_that_a_family_does_not_read_leave_its_kv_shape_alone(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from worker.engine.model.loader import load_model
+    from loraplex.worker.engine.model.loader import load_model
 
     make_model(make_config(model_type), tmp_path)
     file = tmp_path / "config.json"
@@ -123,7 +123,7 @@ def test_fields_that_a_family_does_not_read_leave_its_kv_shape_alone(
 def test_gpt2_checkpoints_without_the_prefix_are_the_same_model(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from worker.engine.model.loader import load_model
+    from loraplex.worker.engine.model.loader import load_model
 
     make_model(make_config("gpt2"), tmp_path)
     whole = load_model(str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker.engine.model.runner import DecodeBuffers, padded_sizes
+from loraplex.worker.engine.model.runner import DecodeBuffers, padded_sizes
 
 pytestmark = pytest.mark.model
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from artifacts.encoders import ENCODERS
-from artifacts.families import FAMILIES
-from worker.engine.model.loader import SUPPORTED, WHY_REFUSED, check_architecture
-from worker.engine_api import ModelUnusableError
+from loraplex.contracts.artifacts.encoders import ENCODERS
+from loraplex.contracts.artifacts.families import FAMILIES
+from loraplex.worker.engine.model.loader import SUPPORTED, WHY_REFUSED, check_architecture
+from loraplex.worker.engine_api import ModelUnusableError
 
 
 @pytest.mark.parametrize(

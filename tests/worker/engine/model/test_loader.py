@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.families import KvShape
-from worker.engine.device import available_bytes
-from worker.engine.linear import layouts as packed
-from worker.engine.model import loader
-from worker.engine.model.loader import SUPPORTED, check_architecture, device_of, lay_out, load_model
-from worker.engine.quantized.weight import AnyLinear
-from worker.engine_api import ModelUnusableError
+from loraplex.contracts.artifacts.families import KvShape
+from loraplex.worker.engine.device import available_bytes
+from loraplex.worker.engine.linear import layouts as packed
+from loraplex.worker.engine.model import loader
+from loraplex.worker.engine.model.loader import SUPPORTED, check_architecture, device_of, lay_out, load_model
+from loraplex.worker.engine.quantized.weight import AnyLinear
+from loraplex.worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -233,10 +233,10 @@ def test_weights_are_read_straight_to_another_device(tiny_qwen2: Any, monkeypatc
     import torch
     import transformers
 
-    from artifacts.checkpoint import read_checkpoint
-    from worker.engine.attention import paged
-    from worker.engine.model.loader import from_pretrained
-    from worker.engine.quantized.stored import loading_options, open_slices
+    from loraplex.contracts.artifacts.checkpoint import read_checkpoint
+    from loraplex.worker.engine.attention import paged
+    from loraplex.worker.engine.model.loader import from_pretrained
+    from loraplex.worker.engine.quantized.stored import loading_options, open_slices
 
     monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
     directory, place = tiny_qwen2.directory, torch.device("meta")

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from artifacts.base_model import read_base_model
-from artifacts.families import FAMILIES
-from options import StoppingParams
-from worker.engine_api import AdapterSource, NewSequence
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.families import FAMILIES
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence
 
 VOCAB, WINDOW, NEW_TOKENS = 112, 6, 12
 SIZES: dict[str, Any] = {

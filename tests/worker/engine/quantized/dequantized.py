@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from loraplex.worker.engine.model.loader import load_model
+from loraplex.worker.engine.quantized.weight import QuantizedWeight
 from tests.worker.engine.attention_batches import quantized
-from worker.engine.model.loader import load_model
-from worker.engine.quantized.weight import QuantizedWeight
 
 
 @torch.no_grad()

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.worker.__main__ import quantize as run
+from loraplex.worker.engine.model.loader import LoadedModel, load_model
+from loraplex.worker.engine.quantized import calibration, copy
+from loraplex.worker.engine.quantized.calibration import Calibration
+from loraplex.worker.engine.quantized.copy import stored_tensors, write_copy
+from loraplex.worker.engine.quantized.rounding import round_weight
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, equal, quantize
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model, requests_of, with_adapter
 from tests.worker.engine.quantized import published_layouts as layouts
 from tests.worker.engine.quantized.dequantized import dequantize_into
-from worker.__main__ import quantize as run
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.quantized import calibration, copy
-from worker.engine.quantized.calibration import Calibration
-from worker.engine.quantized.copy import stored_tensors, write_copy
-from worker.engine.quantized.rounding import round_weight
-from worker.engine.quantized.weight import QuantizedWeight, equal, quantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

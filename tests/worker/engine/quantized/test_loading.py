@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.quantization import Quantization
-from worker.engine import torch_engine
-from worker.engine.model import loader
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.quantized.weight import QuantizedWeight, equal, quantize_weight
-from worker.engine_api import ModelUnusableError
-from worker.plan import PlanSettings, plan
+from loraplex.contracts.artifacts.quantization import Quantization
+from loraplex.worker.engine import torch_engine
+from loraplex.worker.engine.model import loader
+from loraplex.worker.engine.model.loader import LoadedModel, load_model
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, equal, quantize_weight
+from loraplex.worker.engine_api import ModelUnusableError
+from loraplex.worker.plan import PlanSettings, plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

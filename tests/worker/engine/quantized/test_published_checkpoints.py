@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from artifacts import ArtifactError
-from artifacts.base_model import read_base_model
-from artifacts.quantization import EIGHTHS
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.artifacts.quantization import EIGHTHS
+from loraplex.worker.engine.model.loader import load_model
+from loraplex.worker.engine.quantized.weight import QuantizedLinear
+from loraplex.worker.engine_api import ModelUnusableError
 from tests.worker.engine.quantized import published_layouts as layouts
-from worker.engine.model.loader import load_model
-from worker.engine.quantized.weight import QuantizedLinear
-from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

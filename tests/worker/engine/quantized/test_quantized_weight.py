@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from artifacts.quantization import parse_quantization
+from loraplex.contracts.artifacts.quantization import parse_quantization
+from loraplex.worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, quantize, quantize_weight
 from tests.worker.engine.triton_runs import compiled_for
-from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, quantize, quantize_weight
 
 SCHEMES = [(8, None, True), (8, None, False), (8, 32, True), (4, 32, True), (4, 32, False), (4, None, True)]
 
@@ -81,7 +81,7 @@ def test_the_layer_computes_with_the_dequantized_weight_and_moves_without_a_cast
 def test_the_product_with_codes_compiles(capability: int, name: str, rows: int) -> None:
     """In tiles of every height; int4 has groups with zero points, fp8's numbers no device must know."""
     pytest.importorskip("triton", reason="Triton is for Linux")
-    from worker.engine.quantized.cuda import product_call
+    from loraplex.worker.engine.quantized.cuda import product_call
 
     scheme = parse_quantization(name)
     assert scheme is not None

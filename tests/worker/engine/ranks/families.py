@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from artifacts.base_model import ModuleShape, read_base_model
-from artifacts.families import is_inner
-from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE, tensor_names
-from options import StoppingParams
+from loraplex.contracts.artifacts.base_model import ModuleShape, read_base_model
+from loraplex.contracts.artifacts.families import is_inner
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
+from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, tensor_names
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import AdapterSource, NewSequence, Output
 from tests.worker.engine.model.tiny_families import make_config, make_model
-from worker.engine_api import AdapterSource, NewSequence, Output
 
 # No more than an engine tells log probabilities of; four ranks divide them with padding.
 VOCAB = 18

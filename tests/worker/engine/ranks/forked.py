@@ -24,7 +24,7 @@ class ForkedRank:
         try:
             # Its own end alone: those of the parent would keep the sockets open when the parent closes them.
             _close_others(sock.fileno())
-            from worker.engine.process import run_rank
+            from loraplex.worker.engine.process import run_rank
 
             code = run_rank(sock)
         except BaseException:  # the child must not run the parent's tests
@@ -59,4 +59,4 @@ def _close_others(kept: int) -> None:
 
 def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines fork their ranks."""
-    monkeypatch.setattr("worker.engine.ranks.start_process", ForkedRank)
+    monkeypatch.setattr("loraplex.worker.engine.ranks.start_process", ForkedRank)

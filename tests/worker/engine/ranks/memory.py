@@ -30,8 +30,8 @@ def own_bytes(pid: int | str = "self") -> int:
 
 def measure(directory: str, ranks: int, scheme: str) -> list[int]:
     """The bytes of each rank's part."""
-    from worker.engine.torch_engine import build_engine
-    from worker.engine_api import EngineConfig
+    from loraplex.worker.engine.torch_engine import build_engine
+    from loraplex.worker.engine_api import EngineConfig
 
     before = own_bytes()
     config = EngineConfig(

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from artifacts.families import FAMILIES
-from options import StoppingParams
+from loraplex.contracts.artifacts.families import FAMILIES
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import EngineConfig, ModelUnusableError, NewSequence
 from tests.worker.engine.ranks.families import compare, make_adapters, make_wide, requests_of
 from tests.worker.engine.ranks.forked import fork_ranks
-from worker.engine_api import EngineConfig, ModelUnusableError, NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -65,7 +65,7 @@ def test_ranks_give_one_processs_ids_and_logits(
 def test_a_quantized_checkpoint_is_divided_too(
     ranks: int, scheme: str, tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
-    from worker.engine.quantized.copy import write_copy
+    from loraplex.worker.engine.quantized.copy import write_copy
 
     make_wide("llama", tmp_path / "model")
     write_copy(str(tmp_path / "model"), str(tmp_path / "copy"), scheme)
@@ -91,7 +91,7 @@ def test_ids_that_were_just_sampled_reach_all_ranks(
 def test_what_cannot_be_divided_is_refused_before_a_rank_starts(
     model_type: str, ranks: int, why: str, tmp_path: Path
 ) -> None:
-    from worker.engine.torch_engine import build_engine
+    from loraplex.worker.engine.torch_engine import build_engine
 
     make_wide(model_type, tmp_path)
     with pytest.raises(ModelUnusableError, match=why):
@@ -99,7 +99,7 @@ def test_what_cannot_be_divided_is_refused_before_a_rank_starts(
 
 
 def test_a_ranks_death_is_told_at_once(tmp_path: Path, make_engine: Callable[..., Any]) -> None:
-    from worker.engine import torch_engine
+    from loraplex.worker.engine import torch_engine
 
     make_wide("llama", tmp_path)
     lost, gone = [], threading.Event()

@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from options import StoppingParams
-from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
-from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import AdapterSource, EngineLimits, NewSequence
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
+from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
+from loraplex.worker.engine.scheduling.scheduler import Scheduler
+from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine_api import AdapterSource, EngineLimits, NewSequence
 
 SLOTS = 32
 ROWS = 32

@@ -6,10 +6,10 @@ import random
 import zlib
 from typing import Any
 
-from options import FinishReason, StoppingParams
-from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine.scheduling.sequence import Batch, Sequence
-from worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence, Output
+from loraplex.contracts.options import FinishReason, StoppingParams
+from loraplex.worker.engine.scheduling.scheduler import Scheduler
+from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
+from loraplex.worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence, Output
 
 VOCAB = 50
 END = VOCAB - 1

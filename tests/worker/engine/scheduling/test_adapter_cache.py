@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling import adapter_slots as demand
-from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
-from worker.engine.scheduling.adapter_slots import MINIMUM_RESIDENCE, PASSED_OVER_MOST
-from worker.engine.scheduling.admission import RowShares, WaitingSequences
-from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, NewSequence
+from loraplex.worker.engine.scheduling import adapter_slots as demand
+from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
+from loraplex.worker.engine.scheduling.adapter_slots import MINIMUM_RESIDENCE, PASSED_OVER_MOST
+from loraplex.worker.engine.scheduling.admission import RowShares, WaitingSequences
+from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
+from loraplex.worker.engine.scheduling.sequence import Sequence
+from loraplex.worker.engine_api import AdapterSource, NewSequence
 
 SLOTS = 2
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 
+from loraplex.worker.engine.scheduling import adapter_slots
+from loraplex.worker.engine.scheduling.adapter_slots import AdapterIntegrityError
+from loraplex.worker.engine_api import AdapterSource
 from tests.worker.engine.scheduling.test_adapter_walk import PASSED_OVER_MOST, SIZES, SLOTS, Walk
-from worker.engine.scheduling import adapter_slots
-from worker.engine.scheduling.adapter_slots import AdapterIntegrityError
-from worker.engine_api import AdapterSource
 
 
 @pytest.mark.parametrize("transfers", [False, True])

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling import adapter_slots as demand
-from worker.engine.scheduling.adapter_cache import SwapBudget
-from worker.engine.scheduling.adapter_slots import Urgency
-from worker.engine.scheduling.admission import RowShares, WaitingSequences
-from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, NewSequence
+from loraplex.worker.engine.scheduling import adapter_slots as demand
+from loraplex.worker.engine.scheduling.adapter_cache import SwapBudget
+from loraplex.worker.engine.scheduling.adapter_slots import Urgency
+from loraplex.worker.engine.scheduling.admission import RowShares, WaitingSequences
+from loraplex.worker.engine.scheduling.sequence import Sequence
+from loraplex.worker.engine_api import AdapterSource, NewSequence
 
 OPERATIONS = 10_000
 SLOTS = 3

@@ -7,9 +7,9 @@ from array import array
 
 import pytest
 
-from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
-from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, CachedBlock, NewSequence, Removal
+from loraplex.worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
+from loraplex.worker.engine.scheduling.sequence import Sequence
+from loraplex.worker.engine_api import AdapterSource, CachedBlock, NewSequence, Removal
 
 BLOCKS = 12
 BLOCK_SIZE = 4

@@ -9,14 +9,21 @@ import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
-from artifacts.hash_model import parse_hash_model
-from grammars.build import SPACES, behind_reasoning, json_grammar, lark_grammar, regex_grammar, space_bound
-from grammars.json_schema import JsonStyle, Whitespace
-from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary, read_vocabulary
-from options import StoppingParams
+from loraplex.contracts.artifacts.hash_model import parse_hash_model
+from loraplex.contracts.grammars.build import (
+    SPACES,
+    behind_reasoning,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+    space_bound,
+)
+from loraplex.contracts.grammars.json_schema import JsonStyle, Whitespace
+from loraplex.contracts.grammars.matching import Vocabulary, compile_grammar, hash_vocabulary, read_vocabulary
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.scheduling.grammars import GrammarState
 from tests.drawn_schemas import byte_tokenizer, draw_schema
 from tests.hash_formats import GRAMMARS
-from worker.engine.scheduling.grammars import GrammarState
 
 END_LESS = hash_vocabulary(parse_hash_model("hash:?vocab=600"))
 ENDING = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9"))

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from artifacts.hash_model import parse_hash_model
-from grammars import GrammarError
-from grammars.build import grammar_digest, regex_grammar
-from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary
-from grammars.prover import Prover, ProverBusyError
-from options import FinishReason, StoppingParams
+from loraplex.contracts.artifacts.hash_model import parse_hash_model
+from loraplex.contracts.grammars import GrammarError
+from loraplex.contracts.grammars.build import grammar_digest, regex_grammar
+from loraplex.contracts.grammars.matching import Vocabulary, compile_grammar, hash_vocabulary
+from loraplex.contracts.grammars.prover import Prover, ProverBusyError
+from loraplex.contracts.options import FinishReason, StoppingParams
+from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
+from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
+from loraplex.worker.engine_api import EngineConfig, NewSequence, Output
 from tests.hash_oracle import expected_ids
-from worker.engine.hash_engine import HashEngine
-from worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
-from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine_api import EngineConfig, NewSequence, Output
 
 SPEC = "hash:?vocab=600&seed=3"
 VOCABULARY = hash_vocabulary(parse_hash_model(SPEC))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from loraplex.worker.engine.scheduling.adapter_slots import PASSED_OVER_MOST
 from tests.worker.engine.scheduling.cliff_simulation import (
     IN_FLIGHT,
     INSTALL,
@@ -17,7 +18,6 @@ from tests.worker.engine.scheduling.cliff_simulation import (
     Result,
     Simulation,
 )
-from worker.engine.scheduling.adapter_slots import PASSED_OVER_MOST
 
 SEED = 7
 REQUESTS = 900

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.adapter_slots import PASSED_OVER_MOST
-from worker.engine.scheduling.admission import RowShares, WaitingSequences
-from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, NewSequence, Removal
+from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.adapter_slots import PASSED_OVER_MOST
+from loraplex.worker.engine.scheduling.admission import RowShares, WaitingSequences
+from loraplex.worker.engine.scheduling.sequence import Sequence
+from loraplex.worker.engine_api import AdapterSource, NewSequence, Removal
 
 SLOTS = 4
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from options import FinishReason, StoppingParams
+from loraplex.contracts.options import FinishReason, StoppingParams
+from loraplex.worker.engine_api import Failure, NewSequence, SequenceRefusedError
 from tests.worker.engine.scheduling.paged_model import END, LIMITS, PagedModel, oracle, spec
-from worker.engine_api import Failure, NewSequence, SequenceRefusedError
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "ahead"])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from options import FinishReason, SamplingParams, StoppingParams
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine_api import Failure, NewSequence
 from tests.worker.engine.scheduling.paged_model import LIMITS, PagedModel, oracle, spec
-from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import Failure, NewSequence
 
 ENDLESS = StoppingParams(max_tokens=40, ignore_eos=True)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from options import SamplingParams, StoppingParams
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.scheduling import adapter_slots as demand
+from loraplex.worker.engine_api import AdapterSource, Failure, NewSequence
 from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, oracle
-from worker.engine.scheduling import adapter_slots as demand
-from worker.engine_api import AdapterSource, Failure, NewSequence
 
 # Number of walks of each scheduler, and of operations of each walk.
 WALKS, LENGTH = 70, 60

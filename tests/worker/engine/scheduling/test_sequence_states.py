@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from loraplex.worker.engine.scheduling.sequence import Sequence, SequenceState, SequenceStateError
+from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.scheduling.paged_model import PagedModel, spec
-from worker.engine.scheduling.sequence import Sequence, SequenceState, SequenceStateError
-from worker.engine_api import NewSequence
 
 ARRIVED, PARKED, READY, RUNNING, ENDED = SequenceState
 # The shortest way to each state.

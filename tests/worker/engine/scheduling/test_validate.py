@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from options import SamplingParams, StoppingParams
-from worker.engine.scheduling.sequence import check_sequence
-from worker.engine_api import AdapterSource, EngineLimits, NewSequence, SequenceRefusedError
+from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.scheduling.sequence import check_sequence
+from loraplex.worker.engine_api import AdapterSource, EngineLimits, NewSequence, SequenceRefusedError
 
 VOCAB = 50
 LIMITS = EngineLimits(rows=4, max_tokens=64, max_rank=8, vocab_size=VOCAB, block_size=4, blocks=24, adapter_slots=2)

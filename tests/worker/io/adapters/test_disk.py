@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from artifacts import ArtifactError
-from worker.io.adapters.disk import DiskTier, NotReservedError, Stored, TooLargeError
+from loraplex.contracts.artifacts import ArtifactError
+from loraplex.worker.io.adapters.disk import DiskTier, NotReservedError, Stored, TooLargeError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -90,7 +90,7 @@ async def test_a_pin_waits_for_an_unpin_and_a_smaller_one_overtakes_it_for_a_whi
         await pin(disk, "ab")
         large = asyncio.create_task(pin(disk, "cd"))
         await put(disk, "e")  # it fits, and may go first
-        monkeypatch.setattr("worker.io.adapters.disk.OVERTAKEN_S", 0.0)
+        monkeypatch.setattr("loraplex.worker.io.adapters.disk.OVERTAKEN_S", 0.0)
         later = asyncio.create_task(pin(disk, "f"))
         await asyncio.sleep(0)
         assert not large.done()

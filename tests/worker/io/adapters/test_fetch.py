@@ -10,16 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from loraplex_client import AsyncStoreClient
 
-from adapter_store.app import Store, StoreSettings
-from artifacts.base_model import read_base_model
-from broker.messages import AdapterRef, AdapterRequest
-from clients.cli.models import registered
-from tests.faulty_store import Fault, FaultyStore
-from tests.small_disks import SmallDisk
-from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.fetch import (
+from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.cli.models import registered
+from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest
+from loraplex.worker.io.adapters.disk import DiskTier
+from loraplex.worker.io.adapters.fetch import (
     CONFIG_BYTES,
     FAILURE_S,
     AdapterFetcher,
@@ -27,6 +24,9 @@ from worker.io.adapters.fetch import (
     DownloadTimeouts,
     FetchFailedError,
 )
+from loraplex_client import AsyncStoreClient
+from tests.faulty_store import Fault, FaultyStore
+from tests.small_disks import SmallDisk
 
 TENANT = "acme"
 WEIGHTS = "adapter_model.safetensors"

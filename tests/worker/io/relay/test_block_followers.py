@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from worker.engine_api import CachedBlock
-from worker.io.relay.block_followers import BlockFollowers
-from worker.ipc import BlockChanges
+from loraplex.worker.engine_api import CachedBlock
+from loraplex.worker.io.relay.block_followers import BlockFollowers
+from loraplex.worker.ipc import BlockChanges
 
 
 class Link:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.options import Encode, FinishReason, SamplingParams, StoppingParams, TokenLogprobs
 from loraplex.relay.v1 import relay_pb2 as pb
-
-from broker.messages import Job
-from options import Encode, FinishReason, SamplingParams, StoppingParams, TokenLogprobs
-from router.dispatch.links import read_frame
-from worker.engine_api import Output
-from worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
-from worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
+from loraplex.router.dispatch.links import read_frame
+from loraplex.worker.engine_api import Output
+from loraplex.worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
+from loraplex.worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
 
 LENGTH = 2 * FRAME_TOKENS + 5
 

@@ -10,19 +10,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
-
-from broker.messages import Job
-from options import SamplingParams, StoppingParams
-from rpc.server import Server, relay_options
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc.server import Server, relay_options
+from loraplex.runtime.tenancy.guard import open_guard
+from loraplex.worker.engine_api import Output
+from loraplex.worker.io.local_jobs import LocalChoice, LocalJobs
+from loraplex.worker.io.relay import frames
+from loraplex.worker.io.relay.frames import next_frame
+from loraplex.worker.io.relay.links import LinkSettings, RouterLinks
 from tests.worker.io.relay.handlers import AckHandler, NoRequests
-from worker.engine_api import Output
-from worker.io.local_jobs import LocalChoice, LocalJobs
-from worker.io.relay import frames
-from worker.io.relay.frames import next_frame
-from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):

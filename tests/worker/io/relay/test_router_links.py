@@ -7,17 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
-
-from broker.messages import Job
-from options import SamplingParams, StoppingParams
-from rpc.server import Server, relay_options
-from rpc.tasks import every
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc.server import Server, relay_options
+from loraplex.runtime.rpc.tasks import every
+from loraplex.runtime.tenancy.guard import open_guard
+from loraplex.worker.io.local_jobs import LocalJobs
+from loraplex.worker.io.relay.links import LinkSettings, RouterLinks
 from tests.worker.io.relay.handlers import NoRequests
-from worker.io.local_jobs import LocalJobs
-from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):

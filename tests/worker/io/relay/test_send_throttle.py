@@ -7,17 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
-
-from broker.messages import Job
-from options import FinishReason, SamplingParams, StoppingParams
-from rpc.server import Server
-from tenancy.guard import open_guard
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.guard import open_guard
+from loraplex.worker.engine_api import Output
+from loraplex.worker.io.local_jobs import LocalChoice, LocalJobs
+from loraplex.worker.io.relay.links import LinkSettings, RouterLinks
 from tests.worker.io.relay.handlers import AckHandler
-from worker.engine_api import Output
-from worker.io.local_jobs import LocalChoice, LocalJobs
-from worker.io.relay.links import LinkSettings, RouterLinks
 
 # Seconds: so many that a test which waits for the interval fails by its own timeout.
 NEVER_S = 3600.0

@@ -1,0 +1,141 @@
+"""Accounts of tenants and API keys: routers save copies of those in Redis, and fill a Redis that has lost its data.
+
+The clock that numbers the windows is that of Redis. The store follows it: a window is taken however far it is ahead, as
+refusing it would lose a quota for a wrong clock. A saved window that has not begun by the store's clock gives way to
+any other, so that a clock that was ahead and is put right does not close an account for as long as it was ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+
+from loraplex.adapter_store.convert import MAX_SIZE, check_key_id, list_page, refusals
+from loraplex.adapter_store.database import Database
+from loraplex.admin.v1 import accounts_pb2 as pb
+from loraplex.admin.v1 import accounts_pb2_grpc
+from loraplex.contracts.artifacts.names import check_tenant
+from loraplex.runtime.rpc.errors import InvalidField
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# The columns of an account's row, which are the fields of its message.
+Row = dict[str, Any]
+
+# The windows, and the counts that belong to each.
+_COUNTS = {
+    "minute": ("requests", "input_tokens", "output_tokens"),
+    "day": ("day_tokens",),
+    "month": ("month_tokens",),
+}
+_NUMBERS = tuple(name for window, counts in _COUNTS.items() for name in (window, *counts))
+_COLUMNS = ", ".join(("name", *_NUMBERS))
+# Limit of every number: Lua in Redis counts in doubles, which have all integers below it.
+_NUMBER_LIMIT = 2**53
+# Slack in milliseconds before a window that has not begun counts as one of a wrong clock: clocks differ by seconds.
+_AHEAD_MS = 60_000
+# Time in milliseconds for which an account is kept after its windows: the clock of Redis may be behind.
+_KEPT_MS = 86_400_000
+# Interval in milliseconds between removals of accounts whose windows have passed.
+_REMOVE_MS = 3_600_000
+
+
+def _merge(window: str) -> str:
+    """Return the assignments that merge a saved window with a new one, which `excluded` has."""
+    newer = f"excluded.{window} > accounts.{window} OR accounts.{window} > :latest_{window}"
+    merged = [f"{window} = CASE WHEN {newer} THEN excluded.{window} ELSE accounts.{window} END"]
+    merged += [
+        f"{count} = CASE WHEN excluded.{window} = accounts.{window} THEN max(excluded.{count}, accounts.{count}) "
+        f"WHEN {newer} THEN excluded.{count} ELSE accounts.{count} END"
+        for count in _COUNTS[window]
+    ]
+    return ", ".join(merged)
+
+
+_SAVE = (
+    f"INSERT INTO accounts ({_COLUMNS}) VALUES (:name, {', '.join(f':{name}' for name in _NUMBERS)}) "
+    f"ON CONFLICT (name) DO UPDATE SET {', '.join(map(_merge, _COUNTS))}"
+)
+# An account whose windows have all passed has nothing that a quota counts.
+_HAS_PASSED = "month < :month AND day < :day AND minute < :minute"
+_PAGE = f"SELECT {_COLUMNS} FROM accounts WHERE name > :after AND NOT ({_HAS_PASSED}) ORDER BY name LIMIT :limit"
+_REMOVE = f"DELETE FROM accounts WHERE {_HAS_PASSED}"
+
+
+def windows_at(time_ms: int) -> dict[str, int]:
+    """Return the numbers of the windows that a time in milliseconds since 1970 belongs to."""
+    day = datetime.fromtimestamp(time_ms / 1000, UTC)
+    return {"minute": time_ms // 60_000, "day": time_ms // 86_400_000, "month": 12 * day.year + day.month - 1}
+
+
+class StoredAccounts:
+    """The saved accounts. Its calls block: make them in a thread."""
+
+    def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._database = database
+        self._now_ns = now_ns
+        self._remove_at_ms = 0
+
+    def save(self, accounts: Iterable[Row]) -> None:
+        """Merge accounts into the saved ones, in one transaction. Raises Exhausted on a full disk."""
+        now_ms = self._now_ms()
+        latest = {f"latest_{window}": number for window, number in windows_at(now_ms + _AHEAD_MS).items()}
+        with self._database.transaction() as rows:
+            rows.executemany(_SAVE, ({**account, **latest} for account in accounts))
+            if now_ms >= self._remove_at_ms:
+                rows.execute(_REMOVE, windows_at(now_ms - _KEPT_MS))
+                self._remove_at_ms = now_ms + _REMOVE_MS
+
+    def page(self, after: str, limit: int) -> list[Row]:
+        """Return accounts in order of name, from the first after `after`, without those whose windows have passed."""
+        values = {"after": after, "limit": limit, **windows_at(self._now_ms() - _KEPT_MS)}
+        with self._database.reading() as rows:
+            return [dict(row) for row in rows.execute(_PAGE, values)]
+
+    def _now_ms(self) -> int:
+        return self._now_ns() // 1_000_000
+
+
+class AccountService(accounts_pb2_grpc.AccountServiceServicer):
+    """Serves loraplex.admin.v1.AccountService to routers."""
+
+    def __init__(self, accounts: StoredAccounts) -> None:
+        self._accounts = accounts
+
+    async def SaveAccounts(self, request: pb.SaveAccountsRequest, context: Context) -> pb.SaveAccountsResponse:
+        """Merge accounts into the saved ones."""
+        if len(request.accounts) > MAX_SIZE:
+            raise InvalidField("accounts", f"{len(request.accounts)}; at most {MAX_SIZE}")
+
+        def save() -> None:
+            self._accounts.save([_from_pb(f"accounts[{at}]", one) for at, one in enumerate(request.accounts)])
+
+        await asyncio.to_thread(save)
+        return pb.SaveAccountsResponse()
+
+    async def ListAccounts(self, request: pb.ListAccountsRequest, context: Context) -> pb.ListAccountsResponse:
+        """Return a page of accounts, in order of name."""
+        accounts, token = await list_page(
+            request, self._accounts.page, lambda row: pb.Account(**row), lambda row: str(row["name"])
+        )
+        return pb.ListAccountsResponse(accounts=accounts, next_page_token=token)
+
+
+def _from_pb(field: str, account: pb.Account) -> Row:
+    """Return an account's row. Raises InvalidField."""
+    if account.name.startswith("keys/"):
+        check_key_id(f"{field}.name", account.name.removeprefix("keys/"))
+    else:
+        with refusals(f"{field}.name"):
+            check_tenant(account.name)
+    row: Row = {"name": account.name}
+    for number in _NUMBERS:
+        value = getattr(account, number)
+        if not 0 <= value < _NUMBER_LIMIT:
+            raise InvalidField(f"{field}.{number}", f"{value}; 0 to {_NUMBER_LIMIT - 1}")
+        row[number] = value
+    return row

@@ -1,0 +1,374 @@
+"""API keys: operators make, rotate and revoke them in the catalog, routers read what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from loraplex.adapter_store.convert import list_page, refusals, seconds_of, timestamp
+from loraplex.adapter_store.database import Database
+from loraplex.admin.v1 import keys_pb2 as pb
+from loraplex.admin.v1 import keys_pb2_grpc
+from loraplex.contracts.artifacts.names import SHARED, check_tenant
+from loraplex.runtime.rpc.errors import InvalidField, Mismatch, NotFound
+from loraplex.runtime.rpc.principal import TENANT_ROLES, Role, caller
+from loraplex.runtime.tenancy.api_keys import (
+    KEY_ROLES,
+    USED_AT_ONCE,
+    HashedKey,
+    HashedSecret,
+    hash_of,
+    new_api_key,
+    split_api_key,
+)
+from loraplex.runtime.tenancy.permissions import SCOPES
+
+_SECOND_NS = 1_000_000_000
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# Time in seconds for which a rotated key's former secret stays valid by default.
+GRACE_S = 86_400.0
+_LABEL_CHARACTERS = 100
+# Maximum number of keys in an answer to a router.
+_CHANGES = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as the catalog has it. Times are nanoseconds since 1970; None: never, or not yet."""
+
+    key_id: str
+    tenant: str
+    role: Role
+    scopes: frozenset[str]
+    label: str
+    create_ns: int
+    expire_ns: int | None
+    revoke_ns: int | None
+    change: int
+    # The newest first.
+    secrets: tuple[HashedSecret, ...]
+    last_use_ns: int | None = None
+
+    @property
+    def hashed(self) -> HashedKey:
+        """Return what processes need that admit callers with it."""
+        expires_at = None if self.expire_ns is None else self.expire_ns / _SECOND_NS
+        revoked = self.revoke_ns is not None
+        return HashedKey(self.key_id, self.tenant, self.role, self.scopes, expires_at, revoked, self.secrets)
+
+
+class ApiKeys:
+    """The API keys of all tenants. Its calls block: make them in a thread.
+
+    `changed` is called with every new or changed key, before the next one changes.
+    """
+
+    def __init__(
+        self, database: Database, changed: Callable[[ApiKey], None], now_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._database = database
+        self._changed = changed
+        self._now_ns = now_ns
+        # Changes are numbered within an epoch: after a restart, perhaps with an older catalog, readers begin anew.
+        self.begin_epoch()
+        # When keys were used last, in nanoseconds since 1970, as far as the catalog does not know it yet.
+        self._uses = dict[str, int]()
+
+    def begin_epoch(self) -> None:
+        """Let readers begin anew, since keys are gone, or are others."""
+        self.epoch = secrets.token_hex(8)
+
+    def age_ms(self) -> int:
+        """Return the maximum time in milliseconds for which changes at other stores may have been missed."""
+        return math.ceil(self._database.age_s() * 1e3)
+
+    def create(
+        self, tenant: str, role: Role, scopes: frozenset[str], label: str, ttl_s: float | None
+    ) -> tuple[ApiKey, str]:
+        """Make a key; return it, and the whole key with its secret."""
+        key_id, text, sha256 = new_api_key()
+        now = self._now_ns()
+        expire_ns = None if ttl_s is None else now + int(ttl_s * _SECOND_NS)
+        return self._insert(key_id, tenant, role, scopes, label, expire_ns, sha256), text
+
+    def bootstrap(self, text: str) -> ApiKey | None:
+        """Keep the operator's key of a file; None where it is known. Raises ValueError where the text is no key."""
+        parts = split_api_key(text)
+        if parts is None:
+            raise ValueError("holds no API key; `loraplex keys bootstrap FILE` makes one")
+        with self._database.reading() as rows:
+            existing = _find(rows, parts[0])
+        if existing is not None:
+            return None
+        return self._insert(parts[0], "", Role.OPERATOR, frozenset(), "bootstrap", None, hash_of(parts[1]))
+
+    def rotate(self, key_id: str, grace_s: float) -> tuple[ApiKey, str]:
+        """Make another secret; the present one stays valid for `grace_s`, those before it end. Raises NotFound."""
+        now = self._now_ns()
+        with self._changing() as (rows, changed):
+            key = _get(rows, key_id)
+            if key.revoke_ns is not None:
+                raise Mismatch(f"keys/{key_id}", "is revoked; make another key", reason="KEY_REVOKED")
+            _, text, sha256 = new_api_key(key_id)
+            rows.execute(
+                "DELETE FROM api_key_secrets WHERE key_id = ? AND sha256 != ?", (key_id, key.secrets[0].sha256)
+            )
+            rows.execute(
+                "UPDATE api_key_secrets SET expire_ns = ? WHERE key_id = ?", (now + int(grace_s * _SECOND_NS), key_id)
+            )
+            # Later than the former one, though the clock may have been set back: the newest is the present one.
+            rows.execute(
+                "INSERT INTO api_key_secrets SELECT ?, ?, max(?, max(create_ns) + 1), NULL FROM api_key_secrets "
+                "WHERE key_id = ?",
+                (key_id, sha256, now, key_id),
+            )
+            changed.append(_touched(rows, key_id))
+        return changed[0], text
+
+    def revoke(self, key_id: str) -> ApiKey:
+        """End a key; a revoked one stays as it is. Raises NotFound."""
+        with self._changing() as (rows, changed):
+            key = _get(rows, key_id)
+            if key.revoke_ns is not None:
+                return key
+            rows.execute("UPDATE api_keys SET revoke_ns = ? WHERE key_id = ?", (self._now_ns(), key_id))
+            changed.append(_touched(rows, key_id))
+        return changed[0]
+
+    def note_used(self, key_ids: Iterable[str]) -> None:
+        """Note that callers were admitted with these keys just now; as `save_uses`, on the event loop."""
+        self._uses |= dict.fromkeys(key_ids, self._now_ns())
+
+    async def save_uses(self) -> None:
+        """Write when keys were used last into the catalog. Raises Exhausted on a full disk."""
+        uses = dict(self._uses)
+        if uses:
+            await asyncio.to_thread(self._write_uses, [(ns, key_id) for key_id, ns in uses.items()])
+        self._uses = {key_id: ns for key_id, ns in self._uses.items() if uses.get(key_id) != ns}
+
+    def _write_uses(self, uses: Sequence[tuple[int, str]]) -> None:
+        with self._database.transaction() as rows:
+            rows.executemany("UPDATE api_keys SET last_use_ns = ? WHERE key_id = ?", uses)
+
+    def purge(self, tenant: str) -> list[str]:
+        """Forget the keys of a tenant; returns their ids. Readers begin anew, and so do not have them any more."""
+        with self._database.transaction() as rows:
+            gone = [row[0] for row in rows.execute("SELECT key_id FROM api_keys WHERE tenant = ?", (tenant,))]
+            rows.execute("DELETE FROM api_keys WHERE tenant = ?", (tenant,))
+        if gone:
+            self.begin_epoch()
+        return gone
+
+    def page(self, tenant: str, after: str, limit: int) -> list[ApiKey]:
+        """Return keys in order of id, from the first after `after`; of one tenant, if it is given."""
+        with self._database.reading() as rows:
+            selected = rows.execute(
+                "SELECT * FROM api_keys WHERE key_id > ? AND (? = '' OR tenant = ?) ORDER BY key_id LIMIT ?",
+                (after, tenant, tenant, limit),
+            )
+            keys = [_to_key(rows, row) for row in selected.fetchall()]
+        uses = self._uses
+        return [replace(key, last_use_ns=uses.get(key.key_id, key.last_use_ns)) for key in keys]
+
+    def changes(self, after: int, limit: int) -> list[ApiKey]:
+        """Return keys in order of their last change, from the first after that number."""
+        with self._database.reading() as rows:
+            selected = rows.execute("SELECT * FROM api_keys WHERE change > ? ORDER BY change LIMIT ?", (after, limit))
+            return [_to_key(rows, row) for row in selected.fetchall()]
+
+    def _insert(
+        self,
+        key_id: str,
+        tenant: str,
+        role: Role,
+        scopes: frozenset[str],
+        label: str,
+        expire_ns: int | None,
+        sha256: bytes,
+    ) -> ApiKey:
+        now = self._now_ns()
+        with self._changing() as (rows, changed):
+            rows.execute(
+                "INSERT INTO api_keys (key_id, tenant, role, scopes, label, create_ns, expire_ns, change) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys))",
+                (key_id, tenant, role.value, " ".join(sorted(scopes)), label, now, expire_ns),
+            )
+            rows.execute("INSERT INTO api_key_secrets VALUES (?, ?, ?, NULL)", (key_id, sha256, now))
+            changed.append(_get(rows, key_id))
+        return changed[0]
+
+    @contextmanager
+    def _changing(self) -> Iterator[tuple[sqlite3.Connection, list[ApiKey]]]:
+        """Run a transaction, and tell of the keys that it puts into the list, in the order of the transactions."""
+        changed: list[ApiKey] = []
+        with self._database.lock:
+            with self._database.transaction() as rows:
+                yield rows, changed
+            for key in changed:
+                self._changed(key)
+
+
+def _touched(rows: sqlite3.Connection, key_id: str) -> ApiKey:
+    rows.execute(
+        "UPDATE api_keys SET change = (SELECT max(change) + 1 FROM api_keys) WHERE key_id = ?",
+        (key_id,),
+    )
+    return _get(rows, key_id)
+
+
+def _get(rows: sqlite3.Connection, key_id: str) -> ApiKey:
+    key = _find(rows, key_id)
+    if key is None:
+        raise NotFound("key", key_id)
+    return key
+
+
+def _find(rows: sqlite3.Connection, key_id: str) -> ApiKey | None:
+    row = rows.execute("SELECT * FROM api_keys WHERE key_id = ?", (key_id,)).fetchone()
+    return None if row is None else _to_key(rows, row)
+
+
+def _to_key(rows: sqlite3.Connection, row: sqlite3.Row) -> ApiKey:
+    secrets = rows.execute(
+        "SELECT sha256, expire_ns FROM api_key_secrets WHERE key_id = ? ORDER BY create_ns DESC", (row["key_id"],)
+    )
+    return ApiKey(
+        key_id=row["key_id"],
+        tenant=row["tenant"],
+        role=Role(row["role"]),
+        scopes=frozenset(row["scopes"].split()),
+        label=row["label"],
+        create_ns=row["create_ns"],
+        expire_ns=row["expire_ns"],
+        revoke_ns=row["revoke_ns"],
+        change=row["change"],
+        secrets=tuple(
+            HashedSecret(one["sha256"], None if one["expire_ns"] is None else one["expire_ns"] / _SECOND_NS)
+            for one in secrets
+        ),
+        last_use_ns=row["last_use_ns"],
+    )
+
+
+class KeyService(keys_pb2_grpc.KeyServiceServicer):
+    """Serves loraplex.admin.v1.KeyService."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
+        """Make a key for a tenant, an operator or an auditor."""
+        role = _role(request.role)
+        tenant = _tenant(request.tenant, role)
+        unknown = sorted(set(request.scopes) - SCOPES)
+        if unknown:
+            raise InvalidField("scopes", f"{unknown[0]!r} is not one of {', '.join(sorted(SCOPES))}")
+        if len(request.label) > _LABEL_CHARACTERS or not request.label.isprintable():
+            raise InvalidField("label", f"at most {_LABEL_CHARACTERS} printable characters")
+        ttl_s = seconds_of("ttl", request.ttl, least=0.001) if request.HasField("ttl") else None
+        scopes = frozenset(request.scopes)
+        key, text = await asyncio.to_thread(self._keys.create, tenant, role, scopes, request.label, ttl_s)
+        _note("made", key)
+        return pb.CreateKeyResponse(key=_to_pb(key), api_key=text)
+
+    async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
+        """Return a page of keys, in order of id, without their secrets."""
+        fetch = partial(self._keys.page, request.tenant)
+        keys, token = await list_page(request, fetch, _to_pb, attrgetter("key_id"))
+        return pb.ListKeysResponse(keys=keys, next_page_token=token)
+
+    async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Context) -> pb.RevokeKeyResponse:
+        """End a key for good."""
+        key = await asyncio.to_thread(self._keys.revoke, request.key_id)
+        _note("revoked", key)
+        return pb.RevokeKeyResponse(key=_to_pb(key))
+
+    async def RotateKey(self, request: pb.RotateKeyRequest, context: Context) -> pb.RotateKeyResponse:
+        """Make another secret of a key; its present one stays valid for the grace."""
+        grace_s = seconds_of("grace", request.grace, least=0) if request.HasField("grace") else GRACE_S
+        key, text = await asyncio.to_thread(self._keys.rotate, request.key_id, grace_s)
+        _note("rotated", key)
+        return pb.RotateKeyResponse(key=_to_pb(key), api_key=text)
+
+    async def ListKeyChanges(self, request: pb.ListKeyChangesRequest, context: Context) -> pb.ListKeyChangesResponse:
+        """Return the keys that have changed since the last call, hashed."""
+        self._keys.note_used(request.used_key_ids[:USED_AT_ONCE])
+        age = Duration()
+        age.FromMilliseconds(self._keys.age_ms())  # before the keys are read
+        epoch = self._keys.epoch  # a purge may begin another one meanwhile, of which this answer is not
+        after = request.after if request.epoch == epoch else 0
+        changes = await asyncio.to_thread(self._keys.changes, after, _CHANGES + 1)
+        keys = changes[:_CHANGES]
+        return pb.ListKeyChangesResponse(
+            epoch=epoch,
+            latest=keys[-1].change if keys else after,
+            more=len(changes) > _CHANGES,
+            keys=map(_hashed_to_pb, keys),
+            age=age,
+        )
+
+
+def _role(text: str) -> Role:
+    role = text or Role.TENANT_USER
+    if role not in KEY_ROLES:
+        raise InvalidField("role", f"{text!r} is not one of {', '.join(KEY_ROLES)}")
+    return Role(role)
+
+
+def _tenant(tenant: str, role: Role) -> str:
+    if role not in TENANT_ROLES:
+        if tenant:
+            raise InvalidField("tenant", f"leave it out: a key of role {role} belongs to no tenant")
+        return ""
+    with refusals("tenant"):
+        check_tenant(tenant)
+    if tenant == SHARED:
+        raise InvalidField("tenant", f"{SHARED!r} is reserved: operators change the shared adapters")
+    return tenant
+
+
+def _note(what: str, key: ApiKey) -> None:
+    """Log who changed which key; never a secret."""
+    log.info("%s: %s key %s, %s of %s", caller().name, what, key.key_id, key.role, key.tenant or "the cluster")
+
+
+def _end_of(secret: HashedSecret) -> Timestamp | None:
+    return timestamp(None if secret.expires_at is None else int(secret.expires_at * 1e9))
+
+
+def _to_pb(key: ApiKey) -> pb.Key:
+    return pb.Key(
+        key_id=key.key_id,
+        tenant=key.tenant,
+        role=key.role.value,
+        scopes=sorted(key.scopes),
+        label=key.label,
+        create_time=timestamp(key.create_ns),
+        expire_time=timestamp(key.expire_ns),
+        revoke_time=timestamp(key.revoke_ns),
+        last_use_time=timestamp(key.last_use_ns),
+        former_expire_time=_end_of(key.secrets[1]) if len(key.secrets) > 1 else None,
+    )
+
+
+def _hashed_to_pb(key: ApiKey) -> pb.HashedKey:
+    return pb.HashedKey(
+        key=_to_pb(key),
+        secrets=[pb.HashedSecret(sha256=one.sha256, expire_time=_end_of(one)) for one in key.secrets],
+    )

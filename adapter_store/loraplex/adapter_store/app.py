@@ -1,0 +1,421 @@
+"""The store's process: opens the data directory, the catalog and the server, and closes them in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import grpc
+from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
+from loraplex.adapters.v1 import releases_pb2_grpc
+
+from loraplex.adapter_store.accounts import AccountService, StoredAccounts
+from loraplex.adapter_store.api_keys import ApiKeys, KeyService
+from loraplex.adapter_store.bases import BaseModels
+from loraplex.adapter_store.catalog import Catalog
+from loraplex.adapter_store.database import OLD_S, Database, Statement
+from loraplex.adapter_store.deleted import DeletedRevisions
+from loraplex.adapter_store.grants import Grants, GrantService
+from loraplex.adapter_store.metrics import StoreMetrics
+from loraplex.adapter_store.open_calls import TenantCalls
+from loraplex.adapter_store.plans import PlanService, StoredPlans, StoreQuotas
+from loraplex.adapter_store.purge import TenantPurge, TenantService
+from loraplex.adapter_store.receive import Receiver
+from loraplex.adapter_store.records import FitnessPolicy
+from loraplex.adapter_store.release_service import LOOK_S as RELEASES_LOOK_S
+from loraplex.adapter_store.release_service import ReleaseService
+from loraplex.adapter_store.releases import Releases
+from loraplex.adapter_store.service import AdapterService, WorkerGrants
+from loraplex.adapter_store.signers import Signers, read_signers
+from loraplex.adapter_store.sources.policy import Sources
+from loraplex.adapter_store.storage import DataDirectory
+from loraplex.adapter_store.transfer import Transfers
+from loraplex.adapter_store.webhooks import Webhooks, read_webhooks
+from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
+from loraplex.contracts.artifacts.fitness import FitnessLimits
+from loraplex.contracts.plans import LOOK_S as PLANS_LOOK_S
+from loraplex.contracts.plans import PLANS_NAMED
+from loraplex.runtime.rpc.errors import CallError
+from loraplex.runtime.rpc.interceptors import CallMeter
+from loraplex.runtime.rpc.principal import Principal
+from loraplex.runtime.rpc.server import Server, stop_signal
+from loraplex.runtime.rpc.settings import check_bounds, setting
+from loraplex.runtime.rpc.tasks import every
+from loraplex.runtime.telemetry.logging import (
+    FORMAT_HELP,
+    FORMAT_VARIABLE,
+    LEVEL_HELP,
+    LEVEL_VARIABLE,
+    LogOnce,
+    check_logging,
+)
+from loraplex.runtime.telemetry.metrics import PORT_HELP, serve_metrics
+from loraplex.runtime.tenancy.access import AccessSettings, GuardedServers
+from loraplex.runtime.tenancy.api_keys import USED_AT_ONCE, KeyDirectory
+from loraplex.runtime.tenancy.audit_log import FILE_HELP, AuditLog
+from loraplex.runtime.tenancy.auditor import WINDOW_S, Auditor
+from loraplex.runtime.tenancy.certificates import end_of
+from loraplex.runtime.tenancy.permissions import Port
+
+# Answers to requests for an adapter whose certificate breaks the limits: an error, or a warning in the log.
+REFUSE, WARN = "refuse", "warn"
+log = logging.getLogger(__name__)
+
+# Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
+DRAIN_S = 10.0
+# Interval in seconds between looks for deleted revisions whose time has passed.
+PURGE_S = 60.0
+# Interval in seconds between looks at what other stores have changed in the bucket, and between removals of changes
+# that a snapshot has. Timeouts in seconds of requests for a part of the catalog, and for a file.
+BUCKET_LOOK_S, TIDY_S, CATALOG_S, BLOB_S = 0.2, 60.0, 15.0, 3600.0
+# Interval in seconds between looks for revisions with a time to live that has passed.
+EXPIRY_S = 1.0
+# Interval in seconds between saves of when API keys were used last, which a store that is killed forgets.
+KEY_USES_S = 60.0
+
+
+@dataclass(frozen=True)
+class StoreSettings(AccessSettings):
+    """Keeps adapters and base models' manifests, in a directory or in a bucket, and serves them over gRPC."""
+
+    data: Path = setting("directory of all data, made if missing; with --bucket, of transfers in progress")
+    bucket: str = setting(
+        "s3://BUCKET/FOLDER, gs:// or az:// of all data, for several stores; credentials are in the provider's "
+        "variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...); empty: the directory",
+        "",
+    )
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port to listen on; 0: any free port", 50052)
+    max_adapter_bytes: int = setting("maximum bytes of a safetensors file", 4 * 1024**3, least=1)
+    keep_deleted_s: float = setting(
+        "seconds that a deleted adapter's files are kept for running answers: at least the longest answer",
+        3600.0,
+    )
+    fitness_max_drop: float = setting(
+        "maximum share of (right) answers to an adapter's own prompts that a quantized base may lose",
+        0.05,
+    )
+    fitness_min_agreement: float = setting(
+        "minimum share of equal greedy tokens on drawn prompts, on a quantized base", 0.8
+    )
+    fitness_max_kl: float = setting(
+        "maximum mean divergence in nats on drawn prompts, on a quantized base", 0.2, least=0
+    )
+    fitness_breach: str = setting("what routers do with adapters beyond these limits: refuse or warn", REFUSE)
+    plans: str = setting(
+        "TOML file of plans, reread when it changes (docs/guides/quotas.md); empty: those of `loraplex plans`",
+        "",
+    )
+    sources: str = setting(
+        "TOML file of sources that tenants may import from, reread when it changes (docs/guides/adapters.md)",
+        "",
+    )
+    transfer_timeout_s: float = setting("timeout in seconds for an import or an export", 3600.0, above=0)
+    signers: str = setting(
+        "TOML file of keys and root certificates whose signatures tenants' revisions need (docs/guides/releases.md)",
+        "",
+    )
+    webhooks: str = setting(
+        "TOML file of addresses that get each change of a release, signed (docs/guides/releases.md)",
+        "",
+    )
+    metrics_port: int = setting(PORT_HELP, 0)
+    log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
+    log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
+    bootstrap_key: str = setting("file with the first operator's API key, made by `loraplex keys bootstrap`", "")
+    audit: str = setting(FILE_HELP, "")
+    insecure_tenants: bool = setting(
+        "allow listening beyond this machine without credentials, so that callers can act as any tenant", False
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"--port: {self.port} is not a port")
+        if not 0 <= self.keep_deleted_s < math.inf:
+            raise ValueError(f"--keep-deleted-s: {self.keep_deleted_s} is not a time")
+        for name in ("fitness_max_drop", "fitness_min_agreement"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')}: {share} is not a share from 0 to 1")
+        if self.fitness_breach not in {REFUSE, WARN}:
+            raise ValueError(f"--fitness-breach: {self.fitness_breach} is neither {REFUSE} nor {WARN}")
+        check_bounds(self)
+        check_logging(self.log_format, self.log_level)
+        self.check_access(self.host, self.insecure_tenants)
+        if not self.tls_cert:
+            if self.bootstrap_key:
+                raise ValueError("--bootstrap-key: needs --tls-cert, --tls-key and --tls-ca")
+        elif self.operator_mtls_port is None:
+            raise ValueError("--operator-mtls-port: give it with --tls-cert; routers and workers come in there")
+
+
+class BootstrapKeyError(Exception):
+    """A first operator's key that cannot be read; the message is one line."""
+
+
+class Store:
+    """A running store that listens on `port`."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        self.metrics = StoreMetrics()
+        self._bucket_down = LogOnce(log)
+        self.port = 0
+        # HOST:PORT, then words like mtls=HOST:PORT.
+        self.addresses: Sequence[str] = ()
+
+    async def start(self) -> None:
+        """Open the data, listen, serve.
+
+        Raises DataDirectoryError, PlansError, SignersError, WebhooksError, AuditFileError or PortInUse, and leaves
+        nothing open.
+        """
+        await asyncio.to_thread(self._open)
+        try:
+            deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
+            self._server = self._servers()
+            self._add_services(deleted)
+            self.addresses = self._server.bind(self._settings.host, self._settings.port)
+            self.port = int(self.addresses[0].rpartition(":")[2])
+            await self._server.start()
+            await self._show_health()
+            self._purging = asyncio.create_task(every(PURGE_S, partial(_purge_deleted, deleted, self._data)))
+            self._following = asyncio.create_task(self._follow())
+        except BaseException:
+            await asyncio.to_thread(self._close)
+            raise
+
+    def _add_services(self, deleted: DeletedRevisions) -> None:
+        """Make the services, and let the servers serve them."""
+        quotas = StoreQuotas(self._plans, self.metrics)
+        catalog = Catalog(self._database, self._data, deleted, quotas, self._signers)
+        bases = BaseModels(self._database, self._data)
+        self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
+        self._transfers = Transfers(
+            self._data,
+            self._receiver,
+            quotas,
+            self._sources,
+            max_adapter_bytes=self._settings.max_adapter_bytes,
+            timeout_s=self._settings.transfer_timeout_s,
+        )
+        grants = Grants(self._database, self._settings.keep_deleted_s)
+        adapters = AdapterService(
+            catalog,
+            bases,
+            self._receiver,
+            self._fitness_policy(),
+            grants,
+            self.metrics,
+            self._transfers,
+            None if (tls := self._settings.tls_files()) is None else WorkerGrants(tls, self._refused),
+        )
+        purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
+        self._remove, self._note_grants = catalog.remove_expired, grants.note_expired
+        add = self._server.add
+        add(partial(pb_grpc.add_AdapterServiceServicer_to_server, adapters))
+        add(partial(keys_pb2_grpc.add_KeyServiceServicer_to_server, KeyService(self._keys)))
+        add(partial(grants_pb2_grpc.add_GrantServiceServicer_to_server, GrantService(grants)))
+        add(partial(plans_pb2_grpc.add_PlanServiceServicer_to_server, PlanService(self._plans)))
+        accounts = AccountService(StoredAccounts(self._database))
+        add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
+        add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
+        self._releases = ReleaseService(
+            Releases(self._database), catalog, self._signers, self._auditor.record, self.metrics
+        )
+        add(partial(releases_pb2_grpc.add_ReleaseServiceServicer_to_server, self._releases))
+
+    async def stop(self, drain_s: float = DRAIN_S) -> None:
+        """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
+        self.metrics.health.stop()
+        await self._server.stop(drain_s)
+        await self._transfers.close()
+        self._receiver.close()
+        for task in (self._purging, self._following):
+            task.cancel()
+        await asyncio.gather(self._purging, self._following, return_exceptions=True)
+        await self._save_key_uses()
+        await asyncio.to_thread(self._close)
+
+    def _servers(self) -> GuardedServers:
+        meter = CallMeter(*self.metrics.calls)
+        bounds: dict[Port, list[grpc.aio.ServerInterceptor]] = {Port.PUBLIC: [TenantCalls()], Port.OPERATORS: []}
+        if (tls := self._settings.tls_files()) is not None:
+            self.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
+        return GuardedServers(
+            self._settings,
+            tls,
+            lambda guard, port: Server(
+                guard, outer=[meter], interceptors=[*bounds[port], self._auditor, *self._shared_catalog()]
+            ),
+            self._directory,
+            self._refused,
+        )
+
+    def _shared_catalog(self) -> list[grpc.aio.ServerInterceptor]:
+        if not self._settings.bucket:
+            return []
+        from loraplex.adapter_store.bucket import SharedCatalog
+
+        return [SharedCatalog(self._database)]
+
+    def _refused(self, method: str, caller: Principal | None, error: CallError, peer: str) -> None:
+        self.metrics.refused.labels(error.reason).inc()
+        self._auditor.refused(method, caller, error, peer)
+
+    async def _follow(self) -> None:
+        looks = [
+            every(WINDOW_S, self._auditor.flush),
+            every(PLANS_LOOK_S, self._look_at_plans),
+            every(RELEASES_LOOK_S, self._releases.look),
+            every(EXPIRY_S, self._remove_expired),
+            self._webhooks.follow(),
+        ]
+        if self._settings.bucket:
+            looks += [every(BUCKET_LOOK_S, self._follow_bucket), every(TIDY_S, self._tidy_bucket)]
+            looks.append(every(BUCKET_LOOK_S, self._show_health))
+        await asyncio.gather(self._server.follow(), every(KEY_USES_S, self._save_key_uses), *looks)
+
+    async def _save_key_uses(self) -> None:
+        """Save when API keys were used last, also for calls to the store itself."""
+        self._keys.note_used(self._directory.take_used(USED_AT_ONCE))
+        try:
+            await self._keys.save_uses()
+        except CallError as error:  # the disk is full
+            log.warning("the last uses of API keys are not saved: %s", error)
+
+    async def _remove_expired(self) -> None:
+        await asyncio.to_thread(self._note_grants)
+        try:
+            if removed := await asyncio.to_thread(self._remove):
+                log.info("removed %d revisions at the end of their time", removed)
+        except CallError as error:  # the disk is full
+            log.warning("revisions whose time has passed are not removed: %s", error)
+
+    def _look_at_plans(self) -> None:
+        """Read the plans file again if it has changed."""
+        if changed := self._plans.look():
+            self._auditor.record("plans file", file=self._settings.plans, plans=changed[:PLANS_NAMED])
+
+    def _fitness_policy(self) -> FitnessPolicy:
+        settings = self._settings
+        limits = FitnessLimits(settings.fitness_min_agreement, settings.fitness_max_kl, settings.fitness_max_drop)
+        return FitnessPolicy(limits, settings.fitness_breach == REFUSE)
+
+    def _open(self) -> None:
+        with ExitStack() as opened:
+            self._data = opened.enter_context(closing(self._open_data()))
+            self._auditor = Auditor(AuditLog(self._settings.audit, "store", self.metrics.audit))
+            opened.callback(self._auditor.close)
+            self._database = opened.enter_context(closing(self._open_database()))
+            self.metrics.catalog_age.set_function(self._database.age_s)
+            self._read_keys()
+            self._sources = Sources(Path(path) if (path := self._settings.sources) else None)
+            self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
+            self._share_catalog()
+            self._signers = read_signers(Path(path)) if (path := self._settings.signers) else Signers({})
+            webhooks = read_webhooks(Path(path)) if (path := self._settings.webhooks) else []
+            self._webhooks = Webhooks(self._database, webhooks)
+            removed = self._data.clean(self._database.referenced_blobs())
+            self._data.keep_reserve()
+            self.metrics.disk_usage.set_function(self._data.used_share)
+            self._close = opened.pop_all().close
+        if removed:
+            log.info("removed %d unfinished uploads and files without an owner", removed)
+
+    def _open_data(self) -> DataDirectory:
+        if not (url := self._settings.bucket):
+            return DataDirectory(self._settings.data)
+        from loraplex.adapter_store.bucket import BucketDirectory, open_bucket
+
+        return BucketDirectory(self._settings.data, open_bucket(url, BLOB_S))
+
+    def _open_database(self) -> Database:
+        if not (url := self._settings.bucket):
+            return Database(self._data.catalog_path, self._data.count_blobs())
+        from loraplex.adapter_store.bucket import BucketDirectory, open_bucket
+        from loraplex.adapter_store.replica import Replica
+
+        replica = Replica(self._data.catalog_path, open_bucket(url, CATALOG_S))
+        assert isinstance(self._data, BucketDirectory)
+        self._data.database = replica
+        return replica
+
+    def _share_catalog(self) -> None:
+        """Read in memory again what other stores have changed."""
+        self._database.changed = self._others_changed
+
+    def _others_changed(self, statements: Sequence[Statement] | None) -> None:
+        written = " ".join(sql for sql, _ in statements or ())
+        if statements is None or "api_key" in written:
+            if "DELETE FROM api_keys" in written or statements is None:
+                self._keys.begin_epoch()
+            self._read_all_keys()
+        if statements is None or " plans " in written:
+            self._plans.reload()
+
+    async def _follow_bucket(self) -> None:
+        try:
+            await asyncio.to_thread(self._database.refresh)
+        except CallError as error:
+            self._bucket_down(f"the catalog in the bucket cannot be read: {error}")
+        else:
+            self._bucket_down.reset()
+
+    async def _show_health(self) -> None:
+        """Say at the probes whether calls are answered, which needs a recent copy of a bucket's catalog."""
+        self.metrics.health.set("cannot reach the bucket" if (old := self._database.age_s() > OLD_S) else "")
+        await self._server.set_serving(not old)
+
+    async def _tidy_bucket(self) -> None:
+        try:
+            await asyncio.to_thread(self._database.tidy)
+        except CallError as error:
+            log.warning("the catalog's changes in the bucket stay many: %s", error)
+
+    def _read_all_keys(self) -> None:
+        with self._database.lock:  # a key that is made meanwhile would be forgotten
+            self._directory.put([key.hashed for key in self._keys.changes(0, -1)], clear=True)
+
+    def _read_keys(self) -> None:
+        self._directory = KeyDirectory()
+        self._keys = ApiKeys(self._database, lambda key: self._directory.put([key.hashed]))
+        self._read_all_keys()
+        if self._settings.bootstrap_key:
+            try:
+                text = Path(self._settings.bootstrap_key).read_text(encoding="utf-8").strip()
+                if (api_key := self._keys.bootstrap(text)) is not None:
+                    self._auditor.record("bootstrap key", key_id=api_key.key_id, role=api_key.role.value)
+            except (OSError, ValueError) as error:
+                raise BootstrapKeyError(f"--bootstrap-key {self._settings.bootstrap_key}: {error}") from error
+
+
+async def _purge_deleted(deleted: DeletedRevisions, data: DataDirectory) -> None:
+    """Remove deleted revisions whose time has passed, and take the reserve again where it was given."""
+    try:
+        if removed := await asyncio.to_thread(deleted.purge):
+            log.info("removed %d revisions of deleted adapters", removed)
+        await asyncio.to_thread(data.keep_reserve)
+    except CallError as error:  # the disk is full
+        log.warning("deleted revisions are not removed: %s", error)
+
+
+async def serve(settings: StoreSettings) -> None:
+    """Run a store until SIGTERM or SIGINT. Raises DataDirectoryError, MetricsPortError, PortInUse."""
+    stop = stop_signal()
+    store = Store(settings)
+    metrics_server = serve_metrics(store.metrics, settings.host_of_operators(settings.host), settings.metrics_port)
+    try:
+        await store.start()
+        print(f"ready store={' '.join(store.addresses)}{store.metrics.ready_word}", flush=True)
+        await stop.wait()
+        log.info("draining")
+        await store.stop()
+    finally:
+        if metrics_server is not None:
+            metrics_server.close()

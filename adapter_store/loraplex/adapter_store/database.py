@@ -1,0 +1,442 @@
+"""The catalog's SQLite file: transactions that are durable when they end.
+
+Its calls block: make them in a thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loraplex.adapter_store.adapter_changes import AdapterChanges
+from loraplex.adapter_store.storage import DataDirectory, DataDirectoryError, disk_full
+
+# A statement, and the values that it was run with.
+Statement = tuple[str, list[Any]]
+# The tables, as numbered steps: number n, beginning at 1, makes a catalog of version n of one of version n - 1. From
+# version 1.0 on a step that was released stays as it is, and a change of the tables is another step at the end.
+MIGRATIONS = (
+    """
+CREATE TABLE adapters (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    base_model TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    update_ns INTEGER NOT NULL,
+    changes INTEGER NOT NULL,
+    UNIQUE (tenant, adapter)
+);
+CREATE TABLE revisions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    adapter_id INTEGER NOT NULL REFERENCES adapters (id) ON DELETE CASCADE,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    config_digest TEXT NOT NULL,
+    config_bytes INTEGER NOT NULL,
+    weights_digest TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    UNIQUE (adapter_id, digest)
+);
+CREATE INDEX revisions_by_digest ON revisions (digest);
+CREATE INDEX revisions_by_config ON revisions (config_digest);
+CREATE INDEX revisions_by_weights ON revisions (weights_digest);
+CREATE TABLE aliases (
+    adapter_id INTEGER NOT NULL,
+    alias TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, alias),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+CREATE TABLE base_models (
+    name TEXT PRIMARY KEY,
+    digest TEXT NOT NULL,
+    manifest TEXT NOT NULL,
+    create_ns INTEGER NOT NULL
+);
+CREATE TABLE base_files (
+    model TEXT NOT NULL REFERENCES base_models (name) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (model, name)
+);
+CREATE INDEX base_files_by_digest ON base_files (digest);
+CREATE TABLE deleted_revisions (
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    base_model TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    config_digest TEXT NOT NULL,
+    config_bytes INTEGER NOT NULL,
+    weights_digest TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    delete_ns INTEGER NOT NULL,
+    PRIMARY KEY (tenant, adapter, digest)
+);
+CREATE INDEX deleted_by_config ON deleted_revisions (config_digest);
+CREATE INDEX deleted_by_weights ON deleted_revisions (weights_digest);
+CREATE TABLE certificates (
+    adapter_id INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    quantization TEXT NOT NULL,
+    prompts INTEGER NOT NULL,
+    drawn INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    agreement REAL NOT NULL,
+    mean_kl REAL NOT NULL,
+    max_kl REAL NOT NULL,
+    create_ns INTEGER NOT NULL,
+    PRIMARY KEY (adapter_id, digest, base_digest, quantization),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+-- `change` grows with every change of a key: routers ask for what came after theirs.
+CREATE TABLE api_keys (
+    key_id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    role TEXT NOT NULL,
+    scopes TEXT NOT NULL,
+    label TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    revoke_ns INTEGER,
+    change INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX api_keys_by_change ON api_keys (change);
+CREATE TABLE api_key_secrets (
+    key_id TEXT NOT NULL REFERENCES api_keys (key_id) ON DELETE CASCADE,
+    sha256 BLOB NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    PRIMARY KEY (key_id, sha256)
+);
+-- Tenants that may use another's adapter. By names, so that a grant outlives the adapter for the answers that run.
+CREATE TABLE grants (
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    grantee TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    end_ns INTEGER,
+    PRIMARY KEY (tenant, adapter, grantee)
+);
+CREATE INDEX grants_by_grantee ON grants (grantee);
+-- Plans by name, as JSON; none where one was deleted, which readers learn by its change, as those of keys.
+CREATE TABLE plans (
+    name TEXT PRIMARY KEY,
+    plan TEXT,
+    change INTEGER NOT NULL
+);
+-- API keys that revisions were uploaded with; no row for a revision that came without a key.
+CREATE TABLE revision_keys (
+    adapter_id INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    key_id TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, digest),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+CREATE INDEX revision_keys_by_key ON revision_keys (key_id);
+-- Charges of tenants and API keys, saved by routers. A purge of a tenant keeps them: they bound its quotas.
+CREATE TABLE accounts (
+    name TEXT PRIMARY KEY,
+    minute INTEGER NOT NULL,
+    requests INTEGER NOT NULL,
+    input_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    day INTEGER NOT NULL,
+    day_tokens INTEGER NOT NULL,
+    month INTEGER NOT NULL,
+    month_tokens INTEGER NOT NULL
+);
+""",
+    """
+ALTER TABLE api_keys ADD COLUMN last_use_ns INTEGER;
+""",
+    # A base model has revisions. `live_ns` is when one last became live, NULL for one that never was: the last is live.
+    """
+CREATE TABLE base_revisions (
+    name TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    manifest TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    live_ns INTEGER,
+    PRIMARY KEY (name, digest)
+);
+CREATE TABLE base_revision_files (
+    model TEXT NOT NULL,
+    revision TEXT NOT NULL,
+    name TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (model, revision, name),
+    FOREIGN KEY (model, revision) REFERENCES base_revisions (name, digest) ON DELETE CASCADE
+);
+INSERT INTO base_revisions SELECT name, digest, manifest, create_ns, create_ns FROM base_models;
+INSERT INTO base_revision_files
+SELECT model, base_models.digest, base_files.name, base_files.digest, bytes
+FROM base_files JOIN base_models ON base_models.name = model;
+DROP TABLE base_files;
+DROP TABLE base_models;
+ALTER TABLE base_revisions RENAME TO base_models;
+ALTER TABLE base_revision_files RENAME TO base_files;
+CREATE INDEX base_files_by_digest ON base_files (digest);
+""",
+    # Where imported revisions came from, as JSON of records.Provenance.
+    """
+CREATE TABLE provenance (
+    adapter_id INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    origin TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, digest),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+-- Where blobs are in a bucket; none of those in a directory.
+CREATE TABLE blobs (
+    digest TEXT PRIMARY KEY,
+    place TEXT NOT NULL
+);
+""",
+    # Releases: adapter_store/releases.py. `change` grows with every change of any release.
+    """
+CREATE TABLE releases (
+    adapter_id INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    state TEXT NOT NULL,
+    record TEXT NOT NULL,
+    baseline TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    step_ns INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    change INTEGER NOT NULL,
+    PRIMARY KEY (adapter_id, number),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+CREATE UNIQUE INDEX releases_by_change ON releases (change);
+CREATE UNIQUE INDEX canaries ON releases (adapter_id) WHERE state = 'canary';
+CREATE UNIQUE INDEX live_releases ON releases (adapter_id) WHERE state = 'live';
+CREATE TABLE release_events (
+    event INTEGER PRIMARY KEY AUTOINCREMENT,
+    adapter_id INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    record TEXT NOT NULL,
+    FOREIGN KEY (adapter_id, number) REFERENCES releases (adapter_id, number) ON DELETE CASCADE
+);
+CREATE INDEX events_of_releases ON release_events (adapter_id, number, event);
+-- The last event that each webhook has got.
+CREATE TABLE webhooks (
+    name TEXT PRIMARY KEY,
+    event INTEGER NOT NULL
+);
+-- Revisions of training runs end by themselves.
+ALTER TABLE revisions ADD COLUMN expire_ns INTEGER;
+CREATE INDEX expiring_revisions ON revisions (expire_ns) WHERE expire_ns IS NOT NULL;
+-- Sums of routers, each of one run of a router.
+CREATE TABLE release_outcomes (
+    adapter_id INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    reporter TEXT NOT NULL,
+    outcomes TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, number, step, reporter),
+    FOREIGN KEY (adapter_id, number) REFERENCES releases (adapter_id, number) ON DELETE CASCADE
+);
+""",
+    # Certificates count whole answers; `same_answers` NULL: not counted.
+    """
+ALTER TABLE certificates ADD COLUMN same_answers INTEGER;
+ALTER TABLE certificates ADD COLUMN expected_answers INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE certificates ADD COLUMN right_original INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE certificates ADD COLUMN right_quantized INTEGER NOT NULL DEFAULT 0;
+""",
+    """
+CREATE INDEX expiring_grants ON grants (expire_ns) WHERE expire_ns IS NOT NULL;
+""",
+)
+_COLUMNS = """
+SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns
+WHERE tables.type = 'table'
+"""
+_BLOBS = """
+SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
+UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
+"""
+_IS_REFERENCED = """
+SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
+    OR EXISTS (SELECT 1 FROM revisions WHERE weights_digest = :digest)
+    OR EXISTS (SELECT 1 FROM base_files WHERE digest = :digest)
+    OR EXISTS (SELECT 1 FROM deleted_revisions WHERE config_digest = :digest)
+    OR EXISTS (SELECT 1 FROM deleted_revisions WHERE weights_digest = :digest)
+"""
+
+
+T = TypeVar("T")
+# Maximum age in seconds of the copy of the catalog that calls are answered from: longer than short outages of a bucket.
+# A caller that is refused goes on with its own copy, or to another store.
+OLD_S = 30.0
+
+
+class Connection(sqlite3.Connection):
+    """A connection that notes the statements of a transaction, with their values, where somebody wants them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.row_factory = sqlite3.Row
+        self.noted: list[Statement] | None = None
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        """Run a statement."""
+        if self.noted is not None:
+            self.noted.append((sql, [parameters]))
+        return super().execute(sql, parameters)
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
+        """Run a statement with each of several values."""
+        values = list(parameters)
+        if self.noted is not None:
+            self.noted.append((sql, values))
+        return super().executemany(sql, values)
+
+
+class Database:
+    """A connection that one thread uses at a time. `lock` may be held around several transactions.
+
+    A catalog of an earlier version gets the steps that it lacks. Raises DataDirectoryError, also where there are
+    `blobs` of a catalog that is missing: it would have them removed.
+    """
+
+    def __init__(self, path: Path, blobs: int = 0) -> None:
+        self.lock = threading.RLock()
+        # Called with the statements of other stores' changes, or None for all of them, with the lock held.
+        self.changed: Callable[[list[Statement] | None], None] = lambda _: None
+        self.adapter_changes = AdapterChanges()
+        if blobs and not (path.is_file() and path.stat().st_size):
+            raise _lost_catalog(path, blobs)
+        try:
+            with ExitStack() as opened:
+                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=Connection)
+                opened.callback(connection.close)
+                # In WAL mode with FULL every commit is on the disk before it returns.
+                # With secure_delete removed rows are overwritten.
+                for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+                    connection.execute(f"PRAGMA {pragma}")
+                migrate(connection, path, blobs)
+                _check_shape(connection, path)
+                self.adapter_changes.watch(connection)
+                opened.pop_all()
+        except sqlite3.Error as error:
+            raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
+        self._connection = connection
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction: all of it happens or nothing, and it is on disk when it ends.
+
+        Raises Exhausted on a full disk.
+        """
+        with self.lock:
+            committed = False
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+                self._connection.execute("COMMIT")
+                committed = True
+            except BaseException as error:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                    raise disk_full() from error
+                raise
+            finally:
+                self.adapter_changes.end_transaction(committed=committed)
+
+    def repeated(self, change: Callable[[], T]) -> T:
+        """Return what a change returns. Of stores that share a catalog one may have to make it again."""
+        return change()
+
+    def refresh(self) -> bool:
+        """Tell whether another store has changed the catalog, which this one has now read."""
+        return False
+
+    def age_s(self) -> float:
+        """Return the time in seconds since this was surely the catalog of all stores."""
+        return 0.0
+
+    def tidy(self) -> None:
+        """Remove what the catalog does not need any more."""
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction that reads: all that it reads belongs to the same moment."""
+        with self.lock:
+            yield self._connection
+
+    def referenced_blobs(self) -> set[str]:
+        """Return the digests of all blobs that a row needs."""
+        with self.reading() as rows:
+            return {row[0] for row in rows.execute(_BLOBS)}
+
+    def unreferenced(self, digests: Iterable[str]) -> list[str]:
+        """Return which of these blobs no row needs any more."""
+        with self.reading() as rows:
+            return [digest for digest in digests if not rows.execute(_IS_REFERENCED, {"digest": digest}).fetchone()[0]]
+
+    @contextmanager
+    def swept(self, data: DataDirectory, digests: Collection[str]) -> Iterator[None]:
+        """Hold the lock for a change, and afterwards remove those of these blobs that no row needs."""
+        with self.lock:
+            try:
+                yield
+            finally:
+                data.remove(self.unreferenced(digests))
+
+    def forget_removed(self) -> None:
+        """Write the removal of rows into the file itself, and empty the journal, which still has them."""
+        with self.lock:
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self.lock:
+            self._connection.close()
+
+
+def migrate(connection: sqlite3.Connection, path: Path, blobs: int = 0) -> None:
+    """Run the migrations that the catalog lacks, each in a transaction."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0 and blobs:
+        raise _lost_catalog(path, blobs)
+    if version > len(MIGRATIONS):
+        raise DataDirectoryError(f"--data: {path} was written by a later version of the store")
+    for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
+        connection.executescript(f"BEGIN; {step}; PRAGMA user_version = {number}; COMMIT;")
+
+
+def _check_shape(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a catalog with other tables than its version has now: before 1.0 step 1 was changed in its place."""
+    with closing(sqlite3.connect(":memory:")) as new:
+        new.executescript(";".join(MIGRATIONS))
+        lacking = set(new.execute(_COLUMNS)).difference(map(tuple, connection.execute(_COLUMNS)))
+    if lacking:
+        tables = ", ".join(sorted({table for table, _ in lacking}))
+        message = f"is of a version before 1.0: it lacks {tables}, or columns of these; begin with an empty directory"
+        raise DataDirectoryError(f"--data: {path} {message}")
+
+
+def _lost_catalog(path: Path, blobs: int) -> DataDirectoryError:
+    return DataDirectoryError(
+        f"--data: {path} is missing or empty, but there are {blobs} files in {path.parent / 'blobs'}: "
+        "restore the catalog from a backup, or move the files away to begin with an empty store"
+    )

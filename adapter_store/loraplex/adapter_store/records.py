@@ -1,0 +1,267 @@
+"""Records of the catalog, and how they are read from its rows. Times are nanoseconds since 1970, sizes bytes."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from loraplex.adapter_store.rollouts import ReleaseName, RolloutPlan
+from loraplex.adapter_store.sources import SourceFile
+from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.artifacts.fitness import Figures, FitnessLimits
+from loraplex.contracts.artifacts.names import AdapterName, RevisionName
+from loraplex.runtime.rpc.errors import NotFound
+
+REVISIONS = (
+    "SELECT revisions.*, tenant, adapter, base_model, provenance.origin FROM revisions "
+    "JOIN adapters ON adapters.id = revisions.adapter_id LEFT JOIN provenance USING (adapter_id, digest) "
+)
+# The columns of a certificate's figures.
+FIGURES = tuple(field.name for field in fields(Figures))
+# The digests of an adapter's aliases, as JSON.
+ALIASES = "(SELECT json_group_object(alias, digest) FROM aliases WHERE adapter_id = adapters.id)"
+_BY_DIGESTS = (
+    "SELECT revisions.digest, tenant, adapter, NULL AS delete_ns, (SELECT json_group_array(alias) "
+    "FROM aliases WHERE aliases.adapter_id = adapters.id AND aliases.digest = revisions.digest) AS aliases "
+    "FROM revisions JOIN adapters ON adapters.id = adapter_id "
+    "WHERE revisions.digest IN (SELECT value FROM json_each(:digests)) UNION ALL "
+    "SELECT digest, tenant, adapter, delete_ns, '[]' FROM deleted_revisions "
+    "WHERE digest IN (SELECT value FROM json_each(:digests)) ORDER BY 1, 2, 3, 4"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """The content of a file, by its digest."""
+
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter. `aliases` map to digests of revisions; `etag` changes with every change of the adapter."""
+
+    name: AdapterName
+    base_model: str
+    aliases: Mapping[str, str]
+    create_ns: int
+    update_ns: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class FitnessCertificate:
+    """The figures of a revision on one quantization of the base model that it was validated against."""
+
+    quantization: str
+    base_digest: str
+    figures: Figures
+    create_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FitnessPolicy:
+    """The limits of the store, and whether an adapter beyond them is refused on such a base instead of warned of."""
+
+    limits: FitnessLimits
+    refuses: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The origin of an imported revision: the URI that was asked for, and what it was then.
+
+    `pin` is a URI of these bytes alone, where the source has one: a commit, a digest; the files have their versions.
+    """
+
+    uri: str
+    pin: str
+    files: tuple[SourceFile, ...]
+    fetch_ns: int = 0
+
+    def to_json(self) -> str:
+        """Return the catalog's form."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Provenance:
+        """Read the catalog's form."""
+        values = json.loads(text)
+        return cls(**{**values, "files": tuple(SourceFile(**file) for file in values["files"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """A revision. `order` grows with every revision of the store; one that is not kept yet has no time and order."""
+
+    name: RevisionName
+    base_model: str
+    base_digest: str
+    rank: int
+    config: Blob
+    weights: Blob
+    create_ns: int | None = None
+    order: int = 0
+    certificates: tuple[FitnessCertificate, ...] = ()
+    provenance: Provenance | None = None
+    # When it ends by itself; None: never.
+    expire_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A revision that is rolled out in the place of the live one, and where its rollout is."""
+
+    revision: Revision
+    release: ReleaseName
+    step: int
+    plan: RolloutPlan
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRevision:
+    """A revision that was looked for by its digest. `delete_ns` None: its adapter was not deleted."""
+
+    name: RevisionName
+    aliases: tuple[str, ...]
+    delete_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewRevision:
+    """A validated upload before it is kept.
+
+    `alias` None moves no alias; an empty `etag` matches any; an empty `key_id`: the upload came without an API key.
+    """
+
+    revision: Revision
+    alias: str | None
+    etag: str
+    key_id: str
+    # Warnings for the owner: the adapter is served all the same.
+    warnings: tuple[str, ...] = ()
+    # Its life in seconds; None: until its adapter is deleted.
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A revision of a base model: live, staged or former. The manifest's own `files` are empty: the files are blobs."""
+
+    manifest: BaseModel
+    files: Mapping[str, Blob]
+    create_ns: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewBase:
+    """A checked registration before it is kept.
+
+    Where the name's live revision differs, `replace` makes this one live, and `stage` keeps it beside that one.
+    """
+
+    manifest: BaseModel
+    files: Mapping[str, Blob]
+    replace: bool
+    stage: bool
+
+
+def find_adapter(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row | None:
+    selected = rows.execute("SELECT * FROM adapters WHERE tenant = ? AND adapter = ?", (name.tenant, name.adapter))
+    row: sqlite3.Row | None = selected.fetchone()
+    return row
+
+
+def adapter_row(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row:
+    row = find_adapter(rows, name)
+    if row is None:
+        raise NotFound("adapter", str(name))
+    return row
+
+
+def to_adapter(rows: sqlite3.Connection, row: sqlite3.Row) -> Adapter:
+    aliases = rows.execute(f"SELECT {ALIASES} FROM adapters WHERE id = ?", (row["id"],)).fetchone()[0]
+    return with_aliases(row, aliases)
+
+
+def with_aliases(row: sqlite3.Row, aliases: str) -> Adapter:
+    """Return the adapter of a row, with its aliases as ALIASES selects them."""
+    return Adapter(
+        name=AdapterName(row["tenant"], row["adapter"]),
+        base_model=row["base_model"],
+        aliases=dict(sorted(json.loads(aliases).items())),
+        create_ns=row["create_ns"],
+        update_ns=row["update_ns"],
+        etag=etag_of(row),
+    )
+
+
+def etag_of(row: sqlite3.Row) -> str:
+    # An adapter deleted and made again has another id.
+    return f"{row['id']}-{row['changes']}"
+
+
+def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
+    row = rows.execute(
+        REVISIONS + "WHERE tenant = ? AND adapter = ? AND revisions.digest = ?",
+        (name.tenant, name.adapter, name.digest),
+    ).fetchone()
+    return None if row is None else to_revision(row, certificates_of(rows, row))
+
+
+def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
+    revision = find_revision(rows, name)
+    if revision is None:
+        raise NotFound("revision", str(name))
+    return revision
+
+
+def find_by_digests(rows: sqlite3.Connection, digests: Sequence[str]) -> list[FoundRevision]:
+    """Return the revisions of these digests, deleted ones included, in order of digest and adapter."""
+    return [
+        FoundRevision(
+            RevisionName(row["tenant"], row["adapter"], row["digest"]),
+            tuple(sorted(json.loads(row["aliases"]))),
+            row["delete_ns"],
+        )
+        for row in rows.execute(_BY_DIGESTS, {"digests": json.dumps(digests)})
+    ]
+
+
+def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[FitnessCertificate, ...]:
+    """Return the certificates of a revision that were made with its base model."""
+    selected = rows.execute(
+        "SELECT * FROM certificates WHERE adapter_id = ? AND digest = ? AND base_digest = ? ORDER BY quantization",
+        (revision["adapter_id"], revision["digest"], revision["base_digest"]),
+    )
+    return tuple(
+        FitnessCertificate(
+            row["quantization"],
+            row["base_digest"],
+            Figures(**{**{name: row[name] for name in FIGURES}, "drawn": bool(row["drawn"])}),
+            row["create_ns"],
+        )
+        for row in selected
+    )
+
+
+def to_revision(row: sqlite3.Row, certificates: tuple[FitnessCertificate, ...] = ()) -> Revision:
+    """Return the revision of a row, with its certificates."""
+    return Revision(
+        name=RevisionName(row["tenant"], row["adapter"], row["digest"]),
+        base_model=row["base_model"],
+        base_digest=row["base_digest"],
+        rank=row["rank"],
+        config=Blob(row["config_digest"], row["config_bytes"]),
+        weights=Blob(row["weights_digest"], row["weights_bytes"]),
+        create_ns=row["create_ns"],
+        order=row["number"],
+        certificates=certificates,
+        # Deleted revisions have none.
+        provenance=Provenance.from_json(row["origin"]) if "origin" in row.keys() and row["origin"] else None,  # noqa: SIM118
+        expire_ns=dict(row).get("expire_ns"),  # deleted revisions have none
+    )

@@ -1,0 +1,210 @@
+"""Validates an adapter's files before they are accepted: every field, tensor, shape and number.
+
+The files are anybody's: `python -m adapter_store.validate` checks them as a child process of rpc.children, so that
+files that are made to end it end nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
+from loraplex.contracts.artifacts.added_tokens import check_new_tokens
+from loraplex.contracts.artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
+from loraplex.contracts.artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
+from loraplex.contracts.artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
+from loraplex.contracts.artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, MAX_RANK, TOKENS_FIELD, PeftConfig, parse_peft_config
+from loraplex.contracts.artifacts.revision import (
+    TENSOR_PREFIX,
+    WEIGHTS_FILE,
+    LoraShape,
+    as_peft_names,
+    check_copies,
+    lora_tensors,
+    ranks_of,
+    revision_digest,
+    tensor_names,
+    trained_ends,
+    trained_tokens,
+)
+from loraplex.runtime.rpc.children.child import LAST, Json, serve
+
+# By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.
+_EXPONENTS: dict[str, tuple[str, int]] = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+_PIECE_BYTES = 4 * 1024 * 1024
+# Maximum bytes of an adapter's configuration; workers take no more.
+CONFIG_BYTES = 1024 * 1024
+# Maximum address space in bytes of this process; Python and numpy need a third of it.
+MEMORY_BYTES = 1 << 30
+# Maximum processor time in seconds for an adapter's configuration and header, and bytes of weights checked in a second
+# by a slow processor.
+CPU_S = 0.5
+WEIGHT_BYTES_S = 100_000_000
+# Maximum open files: the socket under two names, stderr, the file that is read, and the folder that Python imports of.
+_FILES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """An adapter that is accepted: its largest rank, the configuration to keep where that is not the one given, the
+    name that its training gave the base model, and what its owner should know.
+    """
+
+    rank: int
+    config: bytes | None = None
+    trained_on: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def validate_adapter(directory: Path, base: BaseModel) -> Validated:
+    """Check the two files in `directory` against the base model.
+
+    Patterns of ranks and alphas become names of modules, unless they are names already. Raises ArtifactError for what
+    is broken, MismatchError for what does not go with the base or is not served.
+    """
+    config_bytes = (directory / CONFIG_FILE).read_bytes()
+    if base.architecture == HASH_ARCHITECTURE:
+        return Validated(_rank_if_readable(config_bytes))
+    sent = parse_peft_config(config_bytes)
+    header = read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES)
+    _, changes = as_peft_names(header)
+    header = canonical_header(header, sent, base.architecture)
+    modules = {module.name: module for module in base.modules}
+    experts = {
+        module.name: ExpertSizes(module.in_features, module.out_features, module.experts)
+        for module in base.modules
+        if module.experts
+    }
+    header = named_by_parameter(header, sent.target_parameters, experts)
+    head = head_tensors(header, base.architecture)
+    counts = {name: sizes.experts for name, sizes in experts.items()}
+    sizes = {name: (module.in_features, module.out_features) for name, module in modules.items()}
+    whole = [*head.values(), *trained_ends(header, sent, sizes).values()]
+    shapes = lora_tensors(header, use_dora=sent.use_dora, own=whole, experts=counts)
+    shapes, _ = in_layout_of_model(shapes, experts, sent, base.architecture)
+    check_copies(header, sizes, whole)  # workers, which have the weights, compare them
+    check_head(header, sent, base.architecture, modules, hidden_size(sizes))
+    config = sent.resolved(shapes)
+    for name, shape in shapes.items():
+        _check_module(name, shape, modules.get(name), config, base.name)
+    ranks = ranks_of(shapes, trained_tokens(header, sent, sizes))
+    check_new_tokens(sent.added_tokens, base.vocab_size)
+    if max(ranks.values()) > MAX_RANK:
+        raise MismatchError(TOKENS_FIELD, f"ranks and trained tokens of a layer add up to more than {MAX_RANK}")
+    for name, tensor in header.items():
+        if tensor.dtype not in _EXPONENTS:
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
+    zeros = _check_finite(directory / WEIGHTS_FILE, header)
+    warnings = [*_warnings_of_names(changes)]
+    if all(config.scaling_of(name, shape.rank) == 0 for name, shape in shapes.items()):
+        warnings.append("lora_alpha is 0: its LoRA layers change nothing")
+    elif all(tensor_names(name)["B"] in zeros for name in shapes) and not sent.use_dora:
+        warnings.append("every lora_B is zero: its LoRA layers change nothing; was it saved before it was trained?")
+    kept = _with_names(config_bytes, sent, config, shapes)
+    return Validated(max(ranks.values()), kept, sent.base_model, tuple(warnings))
+
+
+def _warnings_of_names(changes: Sequence[str]) -> Iterator[str]:
+    """Yield a warning of names of tensors that are not as peft writes them; `changes` are those of as_peft_names."""
+    if without := ", ".join(repr(part) for part in changes if part != TENSOR_PREFIX):
+        yield f"names of tensors were read without {without}"
+    if TENSOR_PREFIX in changes:
+        yield f"names of tensors were read with {TENSOR_PREFIX!r} in front"
+
+
+def _with_names(data: bytes, sent: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:
+    """Return the configuration with names for patterns; None where its patterns are names that mean the same."""
+    if not sent.has_expressions and all(_values(sent, module) == _values(config, module) for module in modules):
+        return None
+    patterns = {names.field: dict(names.entries) for names in (config.rank_pattern, config.alpha_pattern)}
+    resolved = json.dumps(parse_object(data, CONFIG_FILE) | patterns, ensure_ascii=False, indent=2).encode()
+    if len(resolved) > CONFIG_BYTES:
+        raise MismatchError("rank_pattern", f"{CONFIG_FILE} has more than {CONFIG_BYTES} bytes with names for patterns")
+    return resolved
+
+
+def _values(config: PeftConfig, module: str) -> tuple[float, float]:
+    return config.rank_of(module), config.alpha_pattern.value_of(module, config.alpha)
+
+
+def _rank_if_readable(config: bytes) -> int:
+    """Return the largest rank of an adapter of a hash model, which takes any bytes but no rank that no worker holds."""
+    try:
+        return min(parse_peft_config(config).max_rank, MAX_RANK)
+    except ArtifactError:
+        return 0
+
+
+def _check_module(name: str, shape: LoraShape, module: ModuleShape | None, config: PeftConfig, base: str) -> None:
+    if module is None:
+        raise MismatchError(WEIGHTS_FILE, f"{name} is not a layer of {base} that an adapter may change")
+    if (shape.in_features, shape.out_features) != (module.in_features, module.out_features):
+        raise MismatchError(
+            WEIGHTS_FILE,
+            f"{name} is for {shape.in_features} inputs and {shape.out_features} outputs; "
+            f"{base} has {module.in_features} and {module.out_features}",
+        )
+    if shape.rank > MAX_RANK:
+        raise MismatchError("r", f"{name} has rank {shape.rank}; at most {MAX_RANK} is served")
+    if shape.rank != config.rank_of(name):
+        raise ArtifactError(
+            WEIGHTS_FILE, f"{name} has rank {shape.rank}, but {CONFIG_FILE} gives it {config.rank_of(name)}"
+        )
+
+
+def _check_finite(path: Path, header: Mapping[str, TensorInfo]) -> set[str]:
+    """Raise ArtifactError for infinities and NaNs; return the names of tensors that have nothing but zeros."""
+    # Imported late: the store itself, which imports this module for hash models, starts without it.
+    import numpy as np
+
+    zeros = set(header)
+    with open(path, "rb") as file:
+        for name, tensor in header.items():
+            kind, exponent = _EXPONENTS[tensor.dtype]
+            file.seek(tensor.start)
+            remaining = tensor.end - tensor.start
+            while remaining:
+                numbers = np.frombuffer(file.read(min(remaining, _PIECE_BYTES)), dtype=kind)
+                remaining -= numbers.nbytes
+                if np.any((numbers & exponent) == exponent):
+                    raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has infinities or NaNs")
+                if name in zeros and np.any(numbers << 1):  # without the sign
+                    zeros.remove(name)
+    return zeros
+
+
+def _answer(request: Mapping[str, Any]) -> Json:
+    """Return rank, digest and what changes of the configuration; or what is to blame and why."""
+    directory = Path(request["directory"])
+    base = request["base"]
+    base["modules"] = tuple(ModuleShape(*module) for module in base["modules"])
+    try:
+        valid = validate_adapter(directory, BaseModel(**base))
+    except MemoryError:
+        return {"subject": "adapter", "error": "its files need too much memory to read", LAST: True}
+    except RecursionError:
+        return {"subject": "adapter", "error": "its files are nested too deeply"}
+    except ArtifactError as error:
+        return {"subject": error.subject, "error": error.message, "mismatch": isinstance(error, MismatchError)}
+    except Exception as error:  # anybody may have written the files
+        return {"subject": "adapter", "error": f"its files cannot be read: {type(error).__name__}"}
+    config = (directory / CONFIG_FILE).read_bytes() if valid.config is None else valid.config
+    digest = revision_digest(config, request["weights"])
+    kept = valid.config.decode() if valid.config else None
+    told = {"trained_on": valid.trained_on, "warnings": valid.warnings}
+    return {"rank": valid.rank, "digest": digest, "config": kept, **told}
+
+
+def _cpu_s(request: Mapping[str, Any]) -> float:
+    return CPU_S + float(request["bytes"]) / WEIGHT_BYTES_S
+
+
+if __name__ == "__main__":
+    import numpy  # noqa: F401  # before the limits: loading it takes files and memory
+
+    serve(_answer, cpu_s=_cpu_s, memory_bytes=MEMORY_BYTES, files=_FILES)

@@ -1,0 +1,241 @@
+"""Wiring, start and ordered stop of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from starlette.routing import BaseRoute, Route, Router
+
+from loraplex.gateway.adapters_api import PROTOCOL as ADAPTERS
+from loraplex.gateway.adapters_api import UPLOAD, delete_adapter, get_adapter, list_adapters, put_adapter
+from loraplex.gateway.anthropic_api import COUNT, MESSAGES, count_tokens, messages
+from loraplex.gateway.anthropic_api import PROTOCOL as ANTHROPIC
+from loraplex.gateway.bodies import Body
+from loraplex.gateway.cluster import Cluster
+from loraplex.gateway.endpoint import (
+    Gateway,
+    GatewayMetrics,
+    Handler,
+    HttpCall,
+    HttpEndpoint,
+    OpenRequests,
+    Protocol,
+    own_names,
+)
+from loraplex.gateway.errors import HttpError
+from loraplex.gateway.http_server import http_server, listen
+from loraplex.gateway.openai_api import CHAT, COMPLETION, EMBEDDING, embeddings, get_model, list_models
+from loraplex.gateway.openai_api import PROTOCOL as OPENAI
+from loraplex.gateway.openai_completions import chat_completions, completions
+from loraplex.gateway.openai_responses import PROTOCOL as RESPONSES
+from loraplex.gateway.openai_responses import responses
+from loraplex.gateway.openai_responses_input import RESPONSE
+from loraplex.gateway.page import cluster_state, page, page_file
+from loraplex.gateway.releases_api import CHANGE, change_release, get_release, list_releases
+from loraplex.gateway.settings import GatewaySettings
+from loraplex.gateway.tgi_api import (
+    DETOKENIZE,
+    GENERATE,
+    TOKENIZE,
+    detokenize,
+    generate,
+    generate_either,
+    generate_stream,
+    info,
+    tokenize,
+    tokenizer_info,
+)
+from loraplex.gateway.tgi_api import PROTOCOL as TGI
+from loraplex.gateway.turns import Turns
+from loraplex.runtime.rpc.server import stop_signal
+from loraplex.runtime.telemetry.metrics import serve_metrics
+from loraplex.runtime.tenancy.certificates import end_of
+
+log = logging.getLogger(__name__)
+
+# Time in seconds that answers which are cut get to send their last events when the gateway stops.
+_LAST_EVENTS_S = 1.0
+
+
+async def health(call: HttpCall) -> None:
+    """Answer 200 where a router serves requests. Raises HttpError."""
+    if not await call.cluster.serves():
+        raise HttpError(503, "not_serving", "no router serves requests", retry_after_s=1.0)
+    await call.exchange.answer({"status": "serving"})
+
+
+async def ping(call: HttpCall) -> None:
+    """Answer 200: the gateway itself serves."""
+    await call.exchange.answer({})
+
+
+async def show_description(call: HttpCall) -> None:
+    """Answer with an OpenAPI description of the paths."""
+    await call.exchange.answer(await asyncio.to_thread(description))
+
+
+async def show_version(call: HttpCall) -> None:
+    """Answer with the version."""
+    await call.exchange.answer({"version": version("loraplex")})
+
+
+# Advice for paths that clients ask for and that are not served.
+_HINTS = {
+    "/v1/load_lora_adapter": "; upload an adapter's files with PUT /v1/adapters/NAME: workers load what requests name",
+    "/v1/unload_lora_adapter": "; workers make room themselves, and DELETE /v1/adapters/NAME removes an adapter",
+    "/metrics": "; the gateway's metrics have an address of their own, which --metrics-port sets",
+}
+
+
+async def unknown_path(call: HttpCall) -> None:
+    """Refuse a path that is not served. Raises HttpError."""
+    path = call.exchange.path[:200]
+    # The paths that clients ask for whose base URL lacks the version.
+    hint = f"; use /v1{path}: a client's base URL ends with /v1" if f"/v1{path}" in PATHS else _HINTS.get(path, "")
+    raise HttpError(404, "unknown_path", f"{call.exchange.method} {path}: no such path{hint}")
+
+
+# Paths with their protocol, and the handler of each HTTP method.
+PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
+    "/v1/chat/completions": (OPENAI, {"POST": chat_completions}),
+    "/v1/completions": (OPENAI, {"POST": completions}),
+    "/v1/responses": (RESPONSES, {"POST": responses}),
+    "/v1/embeddings": (OPENAI, {"POST": embeddings}),
+    "/v1/models": (OPENAI, {"GET": list_models}),
+    "/v1/models/{model:path}": (OPENAI, {"GET": get_model}),
+    "/v1/adapters": (ADAPTERS, {"GET": list_adapters}),
+    "/v1/adapters/{adapter}/releases": (ADAPTERS, {"GET": list_releases}),
+    "/v1/adapters/{adapter}/releases/{number}": (ADAPTERS, {"GET": get_release, "POST": change_release}),
+    "/v1/adapters/{adapter:path}": (ADAPTERS, {"GET": get_adapter, "PUT": put_adapter, "DELETE": delete_adapter}),
+    "/v1/messages": (ANTHROPIC, {"POST": messages}),
+    "/v1/messages/count_tokens": (ANTHROPIC, {"POST": count_tokens}),
+    "/generate": (TGI, {"POST": generate}),
+    "/generate_stream": (TGI, {"POST": generate_stream}),
+    "/": (TGI, {"GET": page, "POST": generate_either}),
+    "/info": (TGI, {"GET": info}),
+    "/tokenize": (TGI, {"POST": tokenize}),
+    "/detokenize": (TGI, {"POST": detokenize}),
+    "/tokenizer_info": (TGI, {"GET": tokenizer_info}),
+    "/health": (OPENAI, {"GET": health}),
+    "/ping": (OPENAI, {"GET": ping, "POST": ping}),
+    "/openapi.json": (OPENAI, {"GET": show_description}),
+    "/version": (OPENAI, {"GET": show_version}),
+    "/cluster": (OPENAI, {"GET": page}),
+    "/cluster/state": (OPENAI, {"GET": cluster_state}),
+    "/cluster/{file}": (OPENAI, {"GET": page_file}),
+}
+# The bodies of paths that take one.
+_BODIES: Mapping[str, Body] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSE,
+    "/v1/embeddings": EMBEDDING,
+    "/v1/adapters/{adapter}/releases/{number}": CHANGE,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT,
+    "/generate": GENERATE,
+    "/generate_stream": GENERATE,
+    "/": GENERATE,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}
+
+
+@cache
+def description() -> Mapping[str, Any]:
+    """Return the paths and the bodies that they take in the words of OpenAPI."""
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    for path, (_, handlers) in PATHS.items():
+        name = re.sub(r"\{(\w+):path\}", r"{\1}", path)
+        parameters = [
+            {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+            for parameter in re.findall(r"\{(\w+)\}", name)
+        ]
+        for method, handler in handlers.items():
+            operation = paths.setdefault(name, {})[method.lower()] = {
+                "summary": (handler.__doc__ or "").partition(".")[0],
+                "parameters": parameters,
+                "responses": {"200": {"description": "The answer."}, "default": {"description": "An error."}},
+            }
+            if handler is put_adapter:
+                operation["parameters"] = [*parameters, *UPLOAD["parameters"]]
+                operation["requestBody"] = UPLOAD["requestBody"]
+            if method == "POST" and (body := _BODIES.get(path)) is not None:
+                kind = body.kind.__name__
+                own = TypeAdapter(body.kind).json_schema(ref_template=f"#/components/schemas/{kind}.{{model}}")
+                schemas |= {f"{kind}.{part}": schema for part, schema in own.pop("$defs", {}).items()} | {kind: own}
+                schema = {"$ref": f"#/components/schemas/{kind}"}
+                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Loraplex", "version": version("loraplex")},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
+# Methods of a path that is not served.
+_METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")
+
+
+def application(gateway: Gateway, requests_limit: int) -> Router:
+    """Return the ASGI application."""
+    running = OpenRequests(requests_limit)
+    routes: Sequence[BaseRoute] = [
+        Route(path, HttpEndpoint(path, protocol, handlers, gateway, running))
+        for path, (protocol, handlers) in PATHS.items()
+    ]
+    other = HttpEndpoint("other", OPENAI, dict.fromkeys(_METHODS, unknown_path), gateway, running)
+    return Router(routes, default=other, redirect_slashes=False)
+
+
+@asynccontextmanager
+async def serving(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """Serve while the context is open; yields the address, and a task that ends if the server does.
+
+    At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
+    """
+    cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
+    gateway = Gateway(cluster, metrics, own_names(settings), bool(settings.ca), Turns(settings.responses_kept_s))
+    app = application(gateway, settings.requests_limit)
+    server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
+    if settings.tls_cert:
+        metrics.certificate_end.set_function(lambda: end_of(Path(settings.tls_cert).read_bytes()))
+    with listen(settings.host, settings.port) as bound:
+        running = asyncio.create_task(server.serve([bound]))
+        await server.start_tried.wait()
+        try:
+            yield f"{settings.host}:{bound.getsockname()[1]}", running
+        finally:
+            server.should_exit = True
+            await running
+            # Answers that were cut send their last events.
+            if rest := set(server.server_state.tasks):
+                await asyncio.wait(rest, timeout=_LAST_EVENTS_S)
+            gateway.long.close()
+            await cluster.close()
+
+
+async def run(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises PortInUse, SettingsError or MetricsPortError before it serves."""
+    stop, metrics = stop_signal(), GatewayMetrics()
+    metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
+    async with serving(settings, metrics) as (address, running):
+        running.add_done_callback(lambda _: stop.set())
+        metrics.health.set()
+        print(f"ready gateway={address}{metrics.ready_word}", flush=True)
+        await stop.wait()
+        metrics.health.stop()
+        log.info("stops; running answers get %g s", settings.drain_s)
+    if metrics_server is not None:
+        await asyncio.to_thread(metrics_server.close)

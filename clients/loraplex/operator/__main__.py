@@ -1,0 +1,38 @@
+"""`loraplex operator`, or `loraplex operator`: reads the settings and runs the operator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from loraplex.operator.settings import OperatorSettings
+from loraplex.runtime.rpc.settings import SettingsError, read_settings
+from loraplex.runtime.telemetry.logging import set_up_logging
+from loraplex.runtime.telemetry.metrics import MetricsPortError
+from loraplex_client import InvalidRequestError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run until a signal stops the operator; returns 2 when it can't start, 1 when Kubernetes can't be called."""
+    try:
+        settings = read_settings(OperatorSettings, "operator", argv, os.environ)
+        set_up_logging("operator", settings.log_format, settings.log_level)
+        # Imported late: it needs kopf, which the settings have looked for.
+        from loraplex.operator.app import KubernetesGone, run
+
+        try:
+            uvloop.run(run(settings))
+        except KubernetesGone as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    except (SettingsError, MetricsPortError, InvalidRequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

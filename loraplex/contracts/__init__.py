@@ -1,0 +1,1 @@
+"""Contracts between processes: a request's options, artifacts of the store, grammars, and what stands in Redis."""

@@ -1,0 +1,245 @@
+"""The Lua functions of the queue and the ledger, in broker/lua: their library in Redis, and calls of them.
+
+Redis keeps and replicates functions like data. A server without the library, which has lost its data, is given it
+again. Whoever may load functions (FUNCTION LOAD) can change what everybody else's calls do; so workers' users may not,
+and wait until a router has loaded the library (broker/acl.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from loraplex.contracts.broker import terms
+
+# The files of broker/lua, in the order in which they are joined: a function may use the tables of those before.
+_FILES = (
+    *("base", "tenants", "workers", "suspects", "charges", "jobs"),
+    *("demand", "enqueue", "claim", "upkeep", "ledger"),
+)
+# Characters of the hash in a library's name.
+_HASH_CHARACTERS = 16
+# Interval in seconds between tries of a client whose user was refused to load functions: the text has tens of
+# kilobytes, and the try after an operator has mended the user must come without a restart.
+REFUSED_S = 10.0
+# Maximum calls, and bytes of their arguments, in one round trip: a call waits for those before it.
+CALLS_AT_ONCE = 64
+BYTES_AT_ONCE = 1 << 20
+_NOT_PERMITTED = "this user may not load them; a router of this version does, or its `loraplex redis acl --apply`"
+# Time on the monotonic clock at which a client's user was last refused to load functions.
+_refused_at: WeakKeyDictionary[Redis, float] = WeakKeyDictionary()
+
+
+class Library:
+    """A library of functions. Its name, with which their names begin, has a hash of the text.
+
+    So the versions of a rolling upgrade have libraries of their own side by side.
+    """
+
+    def __init__(self, functions: str) -> None:
+        self.name = "loraplex_" + sha256(functions.encode()).hexdigest()[:_HASH_CHARACTERS]
+        self.text = f"#!lua name={self.name}\nlocal LIBRARY = '{self.name}_'\n{functions}"
+
+    def function(self, redis: Redis, name: str) -> Function:
+        """Return the function of a name; NAME_when_full is for a Redis without memory."""
+        return Function(redis, self, name)
+
+
+def shipped_functions(**replaced: int) -> str:
+    """Return the text of broker/lua, after the whole numbers of broker/terms.py; tests have some replaced."""
+    numbers = {name: value for name, value in vars(terms).items() if isinstance(value, int) and name.isupper()}
+    numbers.update(replaced)
+    texts = [
+        files("loraplex.contracts.broker").joinpath("lua", f"{name}.lua").read_text(encoding="utf-8") for name in _FILES
+    ]
+    return "".join([f"local {', '.join(numbers)} = {', '.join(map(str, numbers.values()))}\n", *texts])
+
+
+class FunctionsMissingError(RedisError):
+    """Redis has no library of this version, and cannot be given it by this process; the message says why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"Redis has no functions of this version: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A call of a function, which may be sent with others; `command` is for pipelines."""
+
+    redis: Redis
+    library: Library
+    command: Sequence[Any]
+
+    async def send(self) -> Any:
+        """Send the call by itself; return its answer. Raises an error of broker.connection.REDIS_DOWN."""
+        try:
+            return await self.redis.execute_command(*self.command)  # type: ignore[no-untyped-call]  # theirs
+        except ResponseError as error:
+            if not is_missing(error):
+                raise
+        await load(self.redis, self.library, self.command[3])
+        return await self.redis.execute_command(*self.command)  # type: ignore[no-untyped-call]  # theirs
+
+
+class Function:
+    """A function in Redis."""
+
+    def __init__(self, redis: Redis, library: Library, name: str) -> None:
+        self._redis = redis
+        self._library = library
+        self._name = f"{library.name}_{name}"
+
+    def prepare(self, keys: Sequence[str], arguments: Sequence[Any]) -> PreparedCall:
+        """Return a call of the function."""
+        return PreparedCall(self._redis, self._library, ("FCALL", self._name, len(keys), *keys, *arguments))
+
+    async def __call__(self, key: str, arguments: Sequence[Any]) -> Any:
+        """Call the function. Raises an error of broker.connection.REDIS_DOWN."""
+        return await self.prepare((key,), arguments).send()
+
+
+async def load(redis: Redis, library: Library, key: str = "") -> None:
+    """Load a library, which another process may have loaded meanwhile. Raises an error of REDIS_DOWN.
+
+    In a cluster it is loaded at the node that has `key`, which may have joined since; without one, at all nodes.
+    """
+    refused_at = _refused_at.get(redis)
+    if refused_at is not None and time.monotonic() - refused_at < REFUSED_S:
+        raise FunctionsMissingError(_NOT_PERMITTED)
+    try:
+        node: dict[str, Any] = (
+            {"target_nodes": redis.get_node_from_key(key)} if key and isinstance(redis, RedisCluster) else {}
+        )
+        await redis.execute_command("FUNCTION LOAD", library.text, **node)  # type: ignore[no-untyped-call]  # theirs
+    except NoPermissionError as error:
+        _refused_at[redis] = time.monotonic()
+        raise FunctionsMissingError(_NOT_PERMITTED) from error
+    except OutOfMemoryError as error:
+        why = "it has no memory for them; raise its maxmemory, or empty it: routers put waiting jobs back"
+        raise FunctionsMissingError(why) from error
+    except ResponseError as error:
+        if "already exists" not in str(error):
+            raise
+
+
+def is_missing(error: object) -> bool:
+    """Tell whether an error of a call says that the server has no such function."""
+    return isinstance(error, ResponseError) and "Function not found" in str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Calls that go together, in their order; `answers` is a list, in which an error may stand for an answer."""
+
+    calls: Sequence[PreparedCall]
+    answers: asyncio.Future[list[Any]]
+
+
+class BatchedFunction:
+    """A function whose calls share round trips: those that come while others are under way go together in the next one.
+
+    A call by itself costs its process several times as much as one of many, and the connections of a burst fill the
+    pool. `key` is that of calls that name no other.
+    """
+
+    def __init__(self, redis: Redis, function: Function, key: str = "") -> None:
+        self._redis = redis
+        self._function = function
+        self._key = key
+        self._waiting: deque[_Waiting] = deque()
+        self._sending: asyncio.Task[None] | None = None
+
+    def prepare(self, keys: Sequence[str], arguments: Sequence[Any]) -> PreparedCall:
+        """Return a call of the function that another one's `after` sends."""
+        return self._function.prepare(keys, arguments)
+
+    async def __call__(self, arguments: Sequence[Any], key: str = "") -> Any:
+        """Return the function's answer. Raises an error of broker.connection.REDIS_DOWN."""
+        call = self._function.prepare((key or self._key,), arguments)
+        if isinstance(self._redis, RedisCluster):  # its pipelines take no functions
+            return await call.send()
+        (answer,) = await self._send_next(call)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def after(self, first: PreparedCall, arguments: Sequence[Any], *further_keys: str) -> tuple[Any, Any]:
+        """Send another function's call and then one of this, in one round trip; return both answers, or errors.
+
+        Not for a Redis Cluster.
+        """
+        own, other = await self._send_next(first, self._function.prepare((self._key, *further_keys), arguments))
+        return own, other
+
+    async def _send_next(self, *calls: PreparedCall) -> list[Any]:
+        waiting = _Waiting(calls, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        return await waiting.answers
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                batch = self._next_batch()
+                try:
+                    answers = await self._run([call for one in batch for call in one.calls])
+                except Exception as error:
+                    if isinstance(error, RedisTimeoutError):  # the others have waited as long
+                        batch += self._waiting
+                        self._waiting.clear()
+                    answers = [error for one in batch for _ in one.calls]
+                at = 0
+                for one in batch:
+                    if not one.answers.done():
+                        one.answers.set_result(answers[at : at + len(one.calls)])
+                    at += len(one.calls)
+        finally:
+            self._sending = None
+            for one in self._waiting:  # only where this task is cancelled
+                one.answers.cancel()
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Take the next calls, at least one; calls that nobody waits for any more are left out."""
+        batch: list[_Waiting] = []
+        size = 0
+        while self._waiting and len(batch) < CALLS_AT_ONCE and size < BYTES_AT_ONCE:
+            one = self._waiting.popleft()
+            if not one.answers.cancelled():
+                batch.append(one)
+                size += sum(len(part) for call in one.calls for part in call.command if isinstance(part, bytes))
+        return batch
+
+    async def _run(self, calls: Sequence[PreparedCall]) -> list[Any]:
+        """Return the calls' answers, some of which may be errors."""
+        if len(calls) == 1:  # a pipeline costs this process a quarter more than a command
+            return [await calls[0].send()]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for call in calls:
+                pipe.execute_command(*call.command)
+            answers = await pipe.execute(raise_on_error=False)
+        for index, answer in enumerate(answers):
+            if is_missing(answer):  # the server has lost its data
+                answers[index] = await _alone(calls[index])
+        return list(answers)
+
+
+async def _alone(call: PreparedCall) -> Any:
+    try:
+        return await call.send()
+    except Exception as error:
+        return error
+
+
+LIBRARY = Library(shipped_functions())

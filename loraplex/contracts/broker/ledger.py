@@ -1,0 +1,287 @@
+"""The ledger: what tenants and API keys have used of their quotas, and reservations of what may still come.
+
+    reserve ──▶ open: its router tells every second what is used so far: charged ──▶ it tells the end: event
+                  └──▶ its router has not renewed for HELD_MS: another one's renewal ends it: event
+
+An account, of a tenant or an API key with a plan, counts what was charged in the running minute, day and month. Open
+reservations hold more beside that, and both together stay within the limits. Told tokens are charged at once; the end
+of a call adds an event to a Redis stream.
+
+The ledger numbers what each router tells. Where it is empty, or has a lower number of a router than the router knows,
+Redis has lost data. Then the ledger is closed: each router tells what it knows itself within RECOVERY_MS, and one of
+them, by a lease, loads the accounts that the adapter store has. docs/guides/quotas.md has promises and bound.
+All keys share a hash tag, so that a quota is the same for all models, and one call may use several accounts.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from redis.asyncio import Redis, RedisCluster
+
+from loraplex.contracts.broker.functions import LIBRARY, BatchedFunction, Library, PreparedCall
+from loraplex.contracts.broker.keys import LEDGER
+
+_T = TypeVar("_T")
+
+# Maximum reservations, accounts or events in one call: a function stops the whole server while it runs.
+_AT_ONCE = 128
+# Time in seconds for which charges are kept, to tell a Redis that has lost them. Routers save accounts and write events
+# within a second, but another may read the store's accounts before.
+_RECENT_S = 10.0
+# What an account counts, by the field of a plan that limits it.
+COUNTS = {
+    "concurrent_streams": "streams",
+    "requests_per_minute": "requests",
+    "input_tokens_per_minute": "input_tokens",
+    "output_tokens_per_minute": "output_tokens",
+    "tokens_per_day": "day_tokens",
+    "tokens_per_month": "month_tokens",
+}
+
+
+class Counts(msgspec.Struct, frozen=True, order=True):
+    """The charges of an account in its last windows, which have numbers by UTC, a month 12 x year + month - 1.
+
+    Charges only grow: of two states of an account the later one is the greater.
+    """
+
+    name: str
+    month: int = 0
+    month_tokens: int = 0
+    day: int = 0
+    day_tokens: int = 0
+    minute: int = 0
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Reservation(msgspec.Struct):
+    """A request's reservation at its router, in one account or more, separated by spaces.
+
+    `input` and `output` tokens are asked for, and held once it is granted. `facts` are those of its usage event, for
+    whoever ends it; empty: no event is written. broker/lua/ledger.lua explains the numbers. Tokens that are
+    used count from the request's beginning.
+    """
+
+    id: str
+    accounts: str
+    input: int
+    output: int
+    facts: str = ""
+    # Name of the call that has it: its router and what sets it apart there.
+    holder: str = ""
+    open: bool = True
+    at_ms: int = 0
+    requests: int = 1
+    # 0 once its call has ended, while it may still be resumed.
+    streams: int = 1
+    used_input: int = 0
+    used_output: int = 0
+    billed_input: int = 0
+    billed_output: int = 0
+    events: int = 0
+    resumes: int = 0
+    sent: int = 0
+    # Tokens that the ledger has confirmed as charged.
+    told_input: int = 0
+    told_output: int = 0
+
+    def use(self, used_input: int, used_output: int) -> None:
+        """Count what is used by now."""
+        self.used_input, self.used_output = max(self.used_input, used_input), max(self.used_output, used_output)
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether more is used than the ledger has charged."""
+        return self.used_input > self.told_input or self.used_output > self.told_output
+
+    def told(self, used_input: int, used_output: int) -> None:
+        """Note what the ledger has charged; the first tokens come with the request."""
+        if (used_input, used_output) != (self.told_input, self.told_output):
+            self.requests = 0
+        self.told_input, self.told_output = used_input, used_output
+
+
+class QuotaReachedError(Exception):
+    """A limit leaves no room; `wait_ms` is the time until there is some, None where there never is for this request."""
+
+    def __init__(self, account: str, limit: str, wait_ms: float) -> None:
+        super().__init__(limit)
+        self.account, self.limit = account, limit
+        self.wait_ms = int(wait_ms) if wait_ms < 2**53 else None
+
+
+class LedgerUnreadyError(Exception):
+    """The ledger has lost data, and this router is to fill it; or others do that, and it is closed for `closed_s`."""
+
+    def __init__(self, closed_ms: float = 0, *, loads: bool = False) -> None:
+        super().__init__("the ledger has lost data")
+        self.closed_s = closed_ms / 1e3
+        # Whether this router is to load the store's accounts.
+        self.loads = loads
+
+
+class _Answer(msgspec.Struct):
+    """The answer of each function."""
+
+    behind: bool = False
+    closed_ms: float = 0
+    loads: bool = False
+    refused: tuple[str, str, float] | None = None
+    reservation: Reservation | None = None
+    number: int = 0
+    ended: int = 0
+    moved: list[str] = []
+    accounts: list[Counts] = []
+    events: list[list[str]] = []
+
+
+@dataclass(slots=True)
+class ReserveCall:
+    """A call that reserves the tokens of a new request, to be sent with the job's enqueue; `answer` is the ledger's."""
+
+    call: PreparedCall
+    # Redis key of the reservation, which exists once it is granted.
+    key: str
+    answer: Any = None
+
+
+# Sends a call and notes its answer.
+SendReserve = Callable[[ReserveCall], Awaitable[None]]
+
+
+class Ledger:
+    """The ledger as one router uses it. Errors of broker.connection.REDIS_DOWN pass through."""
+
+    def __init__(self, redis: Redis, library: Library = LIBRARY, router: str = "") -> None:
+        self.redis = redis
+        names = ("ledger_reserve", "ledger_reserve_when_full", "ledger_tell")
+        self._functions = {
+            name: BatchedFunction(redis, library.function(redis, name), LEDGER + "state") for name in names
+        }
+        self.router = router or secrets.token_hex(6)
+        # Number of the last call in which this router told something; 0: it has never used the ledger.
+        self.number = 0
+        # Charges of accounts that calls of this router have changed, by name, until they are saved.
+        self.unsaved: dict[str, Counts] = {}
+        # Those of the last seconds, saved or not, and the events.
+        self._recent: deque[tuple[float, Counts | list[str]]] = deque()
+
+    async def reserve(
+        self,
+        reservation: Reservation,
+        received: int | None,
+        limits: Mapping[str, Mapping[str, int]],
+        send: SendReserve | None = None,
+    ) -> Reservation:
+        """Reserve the tokens of a request, or go on with its reservation where it is resumed with `received` tokens.
+
+        Returns the reservation as the ledger has it. `limits` are by account, and by field of a plan. `send` sends the
+        call of a new request together with another; its errors pass through. Raises QuotaReachedError,
+        LedgerUnreadyError or OutOfMemoryError.
+        """
+        reservation.holder = reservation.holder or f"{self.router}:{secrets.token_hex(4)}"
+        message = {
+            "reservation": reservation,
+            "received": -1 if received is None else received,
+            "limits": [(name, limit, COUNTS[limit], most) for name, of in limits.items() for limit, most in of.items()],
+        }
+        # What has begun is not refused by a full Redis.
+        name = "ledger_reserve" if received is None else "ledger_reserve_when_full"
+        answer = await self._ask(name, message, send)
+        if answer.closed_ms:
+            raise LedgerUnreadyError(answer.closed_ms, loads=answer.loads)
+        if answer.refused is not None:
+            raise QuotaReachedError(*answer.refused)
+        assert answer.reservation is not None, "what is not refused is granted"
+        granted = answer.reservation
+        granted.told_input, granted.told_output = granted.used_input, granted.used_output
+        return granted
+
+    async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, set[str]]:
+        """Tell what is used of this router's reservations, and which have ended; idempotent.
+
+        With `renews` end those of routers that died. Returns how many of these were ended, and the holders of the told
+        ones that other calls have by now. Raises LedgerUnreadyError, while the ledger is closed once it knows all.
+        """
+        ended, moved = 0, set[str]()
+        for some in _chunks(reservations) or [()]:
+            counts = [(one.used_input, one.used_output) for one in some]
+            answer = await self._tell(reservations=some, renews=renews)
+            if answer.closed_ms:
+                raise LedgerUnreadyError(answer.closed_ms, loads=answer.loads)
+            for one, count in zip(some, counts, strict=True):
+                one.told(*count)
+            ended, moved = ended + answer.ended, moved.union(answer.moved)
+        return ended, moved
+
+    async def fill(self, reservations: Sequence[Reservation], *, closes: bool) -> None:
+        """Tell a ledger that has lost data of reservations, and of accounts and events that Redis may have lost.
+
+        With `closes` it opens once the store's accounts are loaded, and others had the time to tell theirs.
+        """
+        recent = [one for _, one in self._recent]  # which may be longer ago after the first call
+        accounts, events = dict(self.unsaved), [one for one in recent if isinstance(one, list)]
+        for one in recent:
+            if isinstance(one, Counts):
+                accounts[one.name] = max(one, accounts.get(one.name, one))
+        await self._tell(step="restart")
+        for some in _chunks(reservations):
+            await self._tell(step="fill", reservations=some)
+        for counts in _chunks([*accounts.values()]):
+            await self._tell(step="fill", accounts=counts)
+        for lost in _chunks(events):
+            await self._tell(step="fill", events=lost)
+        await self._tell(step="close" if closes else "open")
+
+    async def load(self, saved: Sequence[Counts]) -> None:
+        """Load some of the store's accounts, for all routers: the one whose error said that it `loads`."""
+        for accounts in _chunks(saved):
+            await self._tell(step="load", accounts=accounts)
+
+    async def loaded(self, *, at_once: bool = False) -> None:
+        """Let the ledger open, which has all accounts of the store: `at_once` where nothing was lost."""
+        await self._tell(step="open" if at_once else "loaded")
+
+    async def _tell(self, **parts: Any) -> _Answer:
+        nothing: dict[str, Any] = {"reservations": (), "renews": False, "step": "", "accounts": (), "events": ()}
+        return await self._ask("ledger_tell", {**nothing, **parts})
+
+    async def _ask(self, name: str, message: Mapping[str, Any], send: SendReserve | None = None) -> _Answer:
+        call = {"router": self.router, "number": self.number, **message}
+        answer = msgspec.msgpack.decode(await self._call(name, call, send), type=_Answer)
+        if answer.behind:
+            raise LedgerUnreadyError
+        self.number = max(self.number, answer.number)
+        for one in answer.accounts:
+            self.unsaved[one.name] = max(one, self.unsaved.get(one.name, one))
+        now = time.monotonic()
+        self._recent.extend((now, one) for one in answer.accounts)
+        self._recent.extend((now, one) for one in answer.events)
+        while self._recent and self._recent[0][0] < now - _RECENT_S:
+            self._recent.popleft()
+        return answer
+
+    async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
+        """Return a function's answer; `send` sends the call with another, where Redis is no cluster."""
+        function, packed = self._functions[name], msgspec.msgpack.encode(message)
+        if send is None or isinstance(self.redis, RedisCluster):
+            return await function([packed])
+        key = f"{LEDGER}of:{message['reservation'].id}"
+        call = ReserveCall(function.prepare((key,), [packed]), key)
+        await send(call)
+        if isinstance(call.answer, Exception):
+            raise call.answer
+        return call.answer
+
+
+def _chunks(items: Sequence[_T]) -> list[Sequence[_T]]:
+    return [items[at : at + _AT_ONCE] for at in range(0, len(items), _AT_ONCE)]

@@ -1,0 +1,338 @@
+"""The queue of one cell: enqueue, claim, charge, finish, and the wake-up that spares workers from polling.
+
+Each operation is one atomic function of broker/lua; the arguments are listed here as the function reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from msgspec import DecodeError
+from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
+
+from loraplex.contracts.broker.claims import ClaimMemory, Claims, packed_reports
+from loraplex.contracts.broker.commands import CommandQueue, PinnedAdapters
+from loraplex.contracts.broker.functions import LIBRARY, BatchedFunction, Library
+from loraplex.contracts.broker.keys import Keys
+from loraplex.contracts.broker.ledger import ReserveCall
+from loraplex.contracts.broker.messages import Capacity, DeadJob, Job, decode_record, encode_record
+from loraplex.contracts.broker.terms import (
+    Claimed,
+    Entry,
+    Placement,
+    QueueLimits,
+    QueueLoad,
+    QueueState,
+    UsageReport,
+    is_short,
+)
+from loraplex.runtime.rpc.shares import FairTurns
+
+if TYPE_CHECKING:
+    from loraplex.contracts.broker.seals import Seals
+
+log = logging.getLogger(__name__)
+
+# Maximum usage reports, and maximum jobs or dead letters, of one function: it stops the whole server while it runs.
+CHARGES_AT_ONCE = 64
+LOOKS_AT_ONCE = 256
+# Maximum bytes of the jobs that have begun, redispatched or resumed, in a Redis that is out of memory.
+BEGUN_BYTES_WHEN_FULL = 1 << 26
+
+# Maximum number and bytes of the dead letters of a cell.
+DEAD_LIMIT = 1_000
+DEAD_BYTES = 1 << 20
+# Index of the argument of broker/lua/enqueue.lua that is empty unless Redis is full.
+_WHEN_FULL = 3
+
+
+class QueueFullError(Exception):
+    """A limit of the queue is reached: this tenant's or API key's, or that of all."""
+
+    def __init__(self, message: str, tenant: str = "", key: str = "") -> None:
+        super().__init__(message)
+        self.tenant = tenant
+        self.key = key
+
+
+class RedisFullError(QueueFullError):
+    """Redis is out of memory."""
+
+
+class QuarantinedError(Exception):
+    """The tenant's jobs, or those with this adapter, are refused for `left_ms` more."""
+
+    def __init__(self, left_ms: int) -> None:
+        super().__init__(
+            f"jobs of this tenant and adapter kept killing engines; refused for {left_ms / 1e3:.0f} s more"
+        )
+        self.left_ms = left_ms
+
+
+class UnreservedError(Exception):
+    """The ledger has refused the tokens that were to be reserved in the same round trip."""
+
+
+class DeadlineUnattainableError(Exception):
+    """The tenant's own jobs before this one take longer than its deadline, at the tenant's share of the workers."""
+
+    def __init__(self, wait_ms: int) -> None:
+        super().__init__(f"about {wait_ms / 1e3:.0f} s until its turn")
+        self.wait_ms = wait_ms
+
+
+class DeadLetters:
+    """A list of dead letters in Redis, bounded in count and bytes."""
+
+    def __init__(self, redis: Redis, keys: Keys, *, limit: int = DEAD_LIMIT, bytes_limit: int = DEAD_BYTES) -> None:
+        self._redis = redis
+        self._key = keys.dead
+        self._limits = (limit, bytes_limit)
+        self._push = LIBRARY.function(redis, "dead_push")
+
+    async def push(self, dead: DeadJob) -> None:
+        """Keep a dead letter; a repeated call keeps it once."""
+        await self._push(self._key, [encode_record(dead), *self._limits])
+
+    async def list(self) -> list[DeadJob]:
+        """Return all dead letters, the newest first."""
+        return [dead for _, dead in await self.records()]
+
+    async def records(self) -> Sequence[tuple[bytes, DeadJob]]:
+        """Return the dead letters with their bytes in Redis, the newest first."""
+        records: list[tuple[bytes, DeadJob]] = []
+        for data in cast(list[bytes], await self._redis.lrange(self._key, 0, -1)):
+            try:
+                records.append((data, decode_record(DeadJob, data)))
+            except DecodeError:  # another version wrote it
+                log.warning("cannot read a dead letter of %d bytes", len(data))
+        return records
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedRecords:
+    """The numbers of records that a removal found: waiting jobs, pins, and the others under the tenant's name."""
+
+    jobs: int = 0
+    pins: int = 0
+    others: int = 0
+
+
+class JobQueue:
+    """The queue of a cell: a router uses it with its limits, a worker with its id."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        *,
+        limits: QueueLimits | None = None,
+        worker_id: str = "",
+        library: Library = LIBRARY,
+        memory: ClaimMemory | None = None,
+        seals: Seals | None = None,
+    ) -> None:
+        self._redis = redis
+        self.keys = keys
+        self.dead = DeadLetters(redis, keys)
+        self.commands = CommandQueue(redis, keys, seals)
+        self.pins = PinnedAdapters(redis, keys, seals)
+        self._seals = seals
+        self._limits = limits or QueueLimits()
+        self._worker_id = worker_id
+        self._claims = Claims(redis, keys, worker_id, library, memory or ClaimMemory(), seals)
+        self._turns = FairTurns(1)
+        self._looks = 0
+        self._enqueue = BatchedFunction(redis, library.function(redis, "enqueue"), keys.waiting)
+        self._enqueue_when_full = library.function(redis, "enqueue_when_full")
+        self._charge = library.function(redis, "charge")
+        self._finish = BatchedFunction(redis, library.function(redis, "finish"), keys.waiting)
+        self._renew = BatchedFunction(redis, library.function(redis, "renew_job"))
+        self._look_up = library.function(redis, "look_up")
+        self._load = library.function(redis, "queue_load")
+        self._stop_claiming = library.function(redis, "stop_claiming")
+        self._stop_waiting = library.function(redis, "stop_waiting")
+        self._record_death = library.function(redis, "record_death")
+        self._forget_tenant = library.function(redis, "forget_tenant")
+        self._quarantined = library.function(redis, "quarantined")
+        self._lift_quarantine = library.function(redis, "lift_quarantine")
+
+    def is_on(self, redis: Redis) -> bool:
+        """Tell whether the cell is on the server of a client."""
+        return self._redis is redis
+
+    async def enqueue(
+        self,
+        job: Job,
+        placement: Placement | None = None,
+        entry: Entry | None = None,
+        reserve: ReserveCall | None = None,
+    ) -> None:
+        """Put a job into the queue; a newer attempt replaces an older one. `entry`: the job's, if it is made already.
+
+        `reserve` is sent in the same round trip, before it. Raises QuarantinedError; QueueFullError or
+        DeadlineUnattainableError of a first attempt that has not begun, RedisFullError of any where Redis is out of
+        memory; UnreservedError where the ledger does not grant `reserve`.
+        """
+        placement = placement or Placement()
+        entry, limits = entry or await self._entry(job, placement), self._limits.for_placement(placement)
+        arguments: list[Any] = [
+            self.keys.prefix,
+            job.job_id,
+            msgspec.msgpack.encode((job.deadline_ms, entry.begun, entry.priority, entry.strikes, *astuple(limits)))[1:],
+            "",
+            entry.facts,
+            *(entry.wanted, entry.body),
+        ]
+        try:
+            answer = await self._send_entry(arguments, reserve)
+        except OutOfMemoryError as error:
+            if not entry.begun:
+                raise RedisFullError("Redis is out of memory") from error
+            arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
+            answer = await self._enqueue_when_full(self.keys.waiting, arguments)
+        if answer[0] == b"unreserved":
+            raise UnreservedError
+        if answer[0] == b"late":
+            raise DeadlineUnattainableError(int(answer[1]))
+        if answer[0] == b"quarantined":
+            raise QuarantinedError(int(answer[1]))
+        if answer[0] == b"full":
+            raise _full(answer[1].decode(), answer[2].decode(), limits)
+
+    async def _send_entry(self, arguments: Sequence[Any], reserve: ReserveCall | None) -> Any:
+        if reserve is None:
+            return await self._enqueue(arguments)
+        reserve.answer, answer = await self._enqueue.after(reserve.call, arguments, reserve.key)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def _entry(self, job: Job, placement: Placement) -> Entry:
+        """Return a job's entry; that of a long one is made in a thread, at its tenant's turn."""
+        if is_short(job):
+            return self.make_entry(job, placement)
+        loop = asyncio.get_running_loop()
+        return await self._turns.run(job.tenant, lambda: loop.run_in_executor(None, self.make_entry, job, placement))
+
+    def make_entry(self, job: Job, placement: Placement) -> Entry:
+        """Return a job's entry, sealed with credentials: that takes as long as all else of an enqueue."""
+        return self._seals.entry(self.keys.prefix, job, placement) if self._seals else Entry.from_job(job, placement)
+
+    async def claim(
+        self,
+        base_digest: str,
+        capacity: Capacity,
+        reports: Sequence[UsageReport] = (),
+        *,
+        wait_s: float = 0.0,
+        freed: bool = False,
+    ) -> Claimed:
+        """Take the next jobs of a base model that suit a worker, up to its free rows; from now on they are its own.
+
+        `reports` are charged first, as `charge` does it, so that they count for whose turn it is. With `wait_s` the
+        server waits up to so many seconds for a wake-up before it claims; `stop_waiting` ends the wait. `freed`: the
+        last claim was `crowded`, and capacity has become free since.
+        """
+        await self.charge(reports[:-CHARGES_AT_ONCE])
+        return await self._claims.claim(base_digest, capacity, reports[-CHARGES_AT_ONCE:], wait_s=wait_s, freed=freed)
+
+    async def wait_for_work(self, timeout_s: float) -> bool:
+        """Block until a wake-up comes; False when the time passed without one."""
+        return await self._claims.wait_for_work(timeout_s)
+
+    async def stop_waiting(self) -> None:
+        """End the wait of this worker's claim, which then is made at once."""
+        await self._stop_waiting(self.keys.waiting, [self.keys.prefix, self._worker_id])
+
+    async def charge(self, reports: Sequence[UsageReport]) -> None:
+        """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
+        for at in range(0, len(reports), CHARGES_AT_ONCE):
+            arguments = [self.keys.prefix, packed_reports(reports[at : at + CHARGES_AT_ONCE])]
+            await self._charge(self.keys.waiting, arguments)
+
+    async def stop_claiming(self) -> None:
+        """Claim no more for now: jobs are not held for this worker, and its wake-ups go to another."""
+        await self._stop_claiming(self.keys.waiting, [self.keys.prefix, self._worker_id])
+
+    async def finish(self, job_id: str, attempt: int) -> None:
+        """Forget a job, up to this attempt. Idempotent."""
+        await self._finish([self.keys.prefix, job_id, attempt])
+
+    async def look_up(self, jobs: Sequence[tuple[str, int]]) -> list[QueueState]:
+        """Return the state of each attempt, by job id and attempt; a newer attempt of the same job counts too.
+
+        A part of the jobs, another in each call, is put back where the queue has lost keys.
+        """
+        self._looks += 1
+        states: list[QueueState] = []
+        for at in range(0, len(jobs), LOOKS_AT_ONCE):
+            asked = [part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job]
+            arguments = [self.keys.prefix, self._looks, *asked]
+            states += map(QueueState, await self._look_up(self.keys.waiting, arguments))
+        return states
+
+    async def renew(self, job: Job, placement: Placement) -> None:
+        """Seal a waiting attempt anew, with a new grant for its adapter; nothing is done once it has left the queue."""
+        if self._seals is not None:
+            entry = self.make_entry(job, placement)
+            await self._renew([job.attempt, entry.body, entry.wanted], self.keys.job(job.job_id))
+
+    async def record_death(self, tenant: str, adapter: str, job_id: str, age_ms: int = 0) -> int:
+        """Record a job that engines died of; returns for how many ms its tenant and adapter are refused. Idempotent."""
+        return int(await self._record_death(self.keys.waiting, [self.keys.prefix, tenant, adapter, job_id, age_ms]))
+
+    async def quarantined(self) -> dict[tuple[str, str], int]:
+        """Return for how many ms new jobs are refused, by tenant and its adapter's digest.
+
+        A tenant alone, whose digest is "*", has all of its jobs refused; an empty digest is the base model.
+        """
+        found = await self._quarantined(self.keys.waiting, [self.keys.prefix])
+        subjects = [subject.decode().partition(" ") for subject in found[::2]]
+        whose = [(tenant, digest if space else "*") for tenant, space, digest in subjects]
+        return dict(zip(whose, map(int, found[1::2]), strict=True))
+
+    async def lift_quarantine(self, tenant: str) -> int:
+        """Take a tenant's jobs again and forget the engines that died of them; returns how many records there were."""
+        return int(await self._lift_quarantine(self.keys.waiting, [self.keys.prefix, tenant]))
+
+    async def forget_tenant(self, tenant: str) -> RemovedRecords:
+        """Remove what the cell has of a tenant; returns what there was.
+
+        The accounts of the ledger stay, since a tenant that comes back must not have its quota again; so do charges
+        whose usage events are not written yet, and what expires within two minutes: charges of claimed jobs, operators'
+        commands.
+        """
+        pins = await self.pins.forget_tenant(tenant)
+        letters = [data for data, dead in await self.dead.records() if dead.tenant == tenant]
+        jobs = others = at = 0
+        while at >= 0 or letters:
+            arguments = [self.keys.prefix, tenant, max(at, 0), LOOKS_AT_ONCE, *letters[:LOOKS_AT_ONCE]]
+            gone, records, at = await self._forget_tenant(self.keys.waiting, arguments)
+            jobs, others, letters = jobs + gone, others + records, letters[LOOKS_AT_ONCE:]
+        return RemovedRecords(jobs, pins, others)
+
+    async def load(self) -> QueueLoad:
+        """Return what waits, for how long, and the work that has arrived."""
+        waiting, work, oldest_ms, *sums = await self._load(self.keys.waiting, [self.keys.prefix])
+        return QueueLoad(int(waiting), float(work), int(oldest_ms) / 1e3, *map(float, sums))
+
+    async def count_waiting(self) -> int:
+        """Return how many jobs wait."""
+        return int(await self._redis.zcard(self.keys.waiting))
+
+
+def _full(limit: str, owner: str, limits: QueueLimits) -> QueueFullError:
+    if limit == "begun_bytes_when_full":
+        return RedisFullError(f"Redis is out of memory, and {BEGUN_BYTES_WHEN_FULL} bytes of jobs that have begun wait")
+    whose, _, unit = limit.rpartition("_")
+    may_wait = f"{getattr(limits, limit)} {unit} may wait"
+    if whose == "key":
+        return QueueFullError(f"{may_wait} of API key {owner}", key=owner)
+    return QueueFullError(f"{may_wait} of {owner}" if owner else may_wait, owner)

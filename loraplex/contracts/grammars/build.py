@@ -1,0 +1,345 @@
+"""Builds the grammar of an answer from a request's format: one Lark text for llguidance, the same for equal formats.
+
+json_schema ─▶ checked schema ─┐
+regex, choices, grammar ───────┴─▶ Lark text ─▶ the job ─▶ the engine compiles it, cached by its digest
+
+In the Lark text of a client options that are not obeyed here are refused, JSON schemas are checked, and rules whose
+texts cannot come to an end, for example `list: item list`, are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from loraplex.contracts.artifacts import ArtifactError, parse_object
+from loraplex.contracts.grammars import GrammarError
+from loraplex.contracts.grammars.json_schema import JsonStyle, check_schema
+
+_TOKEN = re.compile(
+    r"""
+    (?P<space>\s+|//[^\n]*|\#[^\n]*)
+  | (?P<text>"(?:\\.|[^"\\\n])*"i?)
+  | (?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)
+  | (?P<special><[^<>\s]+>)
+  | (?P<directive>%[a-z_]+)
+  | (?P<name>[!?]?@?[A-Za-z_][A-Za-z0-9_\-.]*)
+  | (?P<other>.)
+    """,
+    re.VERBOSE,
+)
+# Attributes of a rule that would change sampling, or take back tokens that have been sent.
+_ATTRIBUTES = ("temperature", "max_tokens", "stop")
+# The deepest nesting of brackets that is read; llguidance refuses deeper ones.
+_DEEPEST = 100
+# Maximum bytes of a format as a client sends it.
+FORMAT_BYTES = 64 * 1024
+# Maximum bytes of a grammar that a worker takes: formats grow when they are built.
+GRAMMAR_BYTES = 512 * 1024
+# Maximum number of choices.
+CHOICES = 1_000
+
+# An escaped character of a regex, or one that would end it in a Lark text.
+_ENDING = re.compile(r"\\.|[/\n\r]", re.DOTALL)
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+# Without this option llguidance computes the bytes that must follow, which takes seconds for some regexes.
+HEADER = '%llguidance {"no_forcing": true}\n'
+
+
+def json_grammar(schema: str, style: JsonStyle | None = None, path: str = "json_schema") -> str:
+    """Return the grammar of the JSON texts that a schema describes. Raises GrammarError."""
+    _check_size(path, schema)
+    try:
+        parsed = parse_object(schema.encode(), path)
+    except ArtifactError as error:
+        raise GrammarError(path, error.message) from error
+    return f"{HEADER}start: %json {json.dumps(check_schema(parsed, style or JsonStyle(), path))}\n"
+
+
+def regex_grammar(pattern: str, path: str = "regex") -> str:
+    """Return the grammar of the texts that a regular expression matches as a whole. Raises GrammarError."""
+    _check_size(path, pattern)
+    if not pattern:
+        raise GrammarError(path, "is empty")
+    return f"{HEADER}start: /{_in_slashes(pattern)}/\n"
+
+
+def choices_grammar(values: Sequence[str], path: str = "choices.values") -> str:
+    """Return the grammar of some texts. Raises GrammarError."""
+    if not 1 <= len(values) <= CHOICES:
+        raise GrammarError(path, f"{len(values)} choices; give 1 to {CHOICES}")
+    if sum(map(len, values)) > FORMAT_BYTES:
+        raise GrammarError(path, f"more than {FORMAT_BYTES} characters")
+    for index, value in enumerate(values):
+        if not value:
+            raise GrammarError(f"{path}[{index}]", "is empty")
+    return f"{HEADER}start: {' | '.join(json.dumps(value) for value in sorted(set(values)))}\n"
+
+
+def lark_grammar(text: str, path: str = "grammar") -> str:
+    """Return the grammar in a client's Lark text; JSON schemas in it are checked. Raises GrammarError."""
+    _check_size(path, text)
+    return HEADER + _check_lark(text, path) + "\n"
+
+
+# Opens the nested grammar of a format behind reasoning. Clients cannot write it: %llguidance is refused in formats.
+_NESTED = f"%lark {{\n{HEADER}"
+
+
+def behind_reasoning(start: str, grammar: str) -> str:
+    """Return the grammar of a format with reasoning in front; `start` has the rules for it, which use `answer`."""
+    return f"{HEADER}{start}answer: {_NESTED}{grammar.removeprefix(HEADER)}}}\n"
+
+
+def format_alone(grammar: str) -> str:
+    """Return a grammar without the reasoning in front of its format."""
+    _, nested, rest = grammar.partition(_NESTED)
+    return HEADER + rest.removesuffix("}\n") if nested else grammar
+
+
+# Maximum characters of whitespace, outside of strings, of an answer whose whitespace the model chooses.
+SPACES = 1_000
+# Such a schema in a grammar, and a regex of all texts with so little whitespace.
+_FLEXIBLE_JSON = re.compile(r'%json \{"x-guidance": \{"whitespace_pattern": .*')
+_WORDS = r'([^" \t\n\r]|"([^"\\]|\\.)*")*'
+_FEW_SPACES = rf"/{_WORDS}([ \t\n\r]{_WORDS}){{0,{SPACES}}}/"
+
+
+def space_bound(grammar: str) -> str:
+    """Return the grammar of the texts with at most SPACES characters of whitespace, behind the same reasoning.
+
+    An answer keeps to both. It is empty where the model does not choose the whitespace.
+    """
+    bound, flexible = _FLEXIBLE_JSON.subn(lambda _: _FEW_SPACES, grammar)
+    return bound if flexible else ""
+
+
+def grammar_digest(grammar: str, tenant: str = "") -> str:
+    """Return the digest of a tenant's grammar: from what one has used nobody's time tells another anything."""
+    return hashlib.sha256(f"{tenant}\0{grammar}".encode()).hexdigest()
+
+
+def _check_size(path: str, text: str) -> None:
+    if len(text.encode()) > FORMAT_BYTES:
+        raise GrammarError(path, f"{len(text.encode())} bytes; at most {FORMAT_BYTES}")
+
+
+def _in_slashes(pattern: str) -> str:
+    """Escape what would end the regex in a Lark text: slashes and line ends."""
+    return _ENDING.sub(lambda match: _ESCAPED.get(match[0], match[0]), pattern)
+
+
+class _Token(NamedTuple):
+    """A token of a Lark text; `kind` is a group of the pattern, or `json` for a JSON value."""
+
+    kind: str
+    text: str
+
+
+def _check_lark(text: str, path: str) -> str:
+    """Return the text with its JSON schemas checked. Raises GrammarError."""
+    tokens = list(_tokens(text, path))
+    code = [token for token in tokens if token.kind != "space"]
+    for before, token, after in zip(code, code[1:], code[2:], strict=False):
+        if before.text in "[," and token.text in _ATTRIBUTES and after.text == "=":
+            raise GrammarError(path, f"the attribute {token.text} is not obeyed here; leave it out")
+    _check_rules(tokens, path)
+    return "".join(token.text for token in tokens)
+
+
+def _tokens(text: str, path: str) -> Iterator[_Token]:
+    at = number = 0
+    while match := _TOKEN.match(text, at):
+        at = match.end()
+        kind = match.lastgroup or "other"
+        yield _Token(kind, match[0])
+        if match[0] == "%llguidance":
+            raise GrammarError(path, "%llguidance is not obeyed here; leave it out")
+        if match[0] in ("%json", "%regex"):
+            number += match[0] == "%json"
+            value, at = _json_value(text, at, path)
+            if match[0] == "%json":
+                value = check_schema(value, JsonStyle(), f"{path}.json[{number - 1}]")
+            yield _Token("json", f" {json.dumps(value)}")
+    if at < len(text):
+        raise GrammarError(path, f"cannot be read from {text[at : at + 20]!r} on")
+
+
+def _json_value(text: str, at: int, path: str) -> tuple[dict[str, object], int]:
+    start = len(text) - len(text[at:].lstrip())
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start)
+        return parse_object(text[start:end].encode(), "json"), end
+    except (ValueError, RecursionError, ArtifactError) as error:
+        raise GrammarError(path, f"holds no JSON object at character {start}: {error}") from error
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """All, or any, of some parts; `needs`: how many more must end before it does."""
+
+    of_any: bool
+    parents: list[_Node] = field(default_factory=list)
+    needs: int = 0
+    ends: bool = False
+
+
+class _UnreadableError(Exception):
+    """The text uses what this module does not read, or is wrong: llguidance judges it."""
+
+
+def _check_rules(tokens: Sequence[_Token], path: str) -> None:
+    """Raise GrammarError for a rule that every text of its own contains again."""
+    try:
+        reader = _Reader(tokens)
+        reader.read()
+    except _UnreadableError:
+        return
+    endless = [name for name, rule in reader.rules.items() if not rule.ends]
+    if endless:
+        raise GrammarError(path, f"rule {endless[0]!r} has no text that comes to an end: it requires itself")
+
+
+class _Reader:
+    """Reads the rules into nodes, and marks those that end."""
+
+    def __init__(self, tokens: Sequence[_Token]) -> None:
+        self.rules: dict[str, _Node] = {}
+        self._uses: list[tuple[str, _Node]] = []
+        self._leaves: list[_Node] = []
+        self._code = list(_code(tokens))
+        self._at = 0
+        self._depth = 0
+
+    def read(self) -> None:
+        """Read all rules. Raises _UnreadableError."""
+        while self._at < len(self._code):
+            if not self._head():
+                self._skip_statement()
+        for name, node in self._uses:
+            if name in self.rules:
+                self.rules[name].parents.append(node)
+            else:
+                self._leaves.append(node)
+        waiting = self._leaves
+        while waiting:
+            node = waiting.pop()
+            if node.ends:
+                continue
+            node.ends = True
+            for parent in node.parents:
+                parent.needs -= 1
+                if parent.of_any or parent.needs <= 0:
+                    waiting.append(parent)
+
+    def _head(self) -> bool:
+        kind, text, first = self._code[self._at]
+        if kind != "name" or not first:
+            return False
+        at = self._at + 1
+        while at < len(self._code) and not self._code[at][2] and self._code[at][1] != ":":
+            at += 1
+        if at >= len(self._code) or self._code[at][1] != ":" or self._text(at + 1) == ":":
+            raise _UnreadableError
+        self._at = at + 1
+        rule = self._either()
+        if self._at < len(self._code) and not self._code[self._at][2]:
+            raise _UnreadableError
+        name = text.lstrip("!?").partition(".")[0]
+        if name in self.rules:
+            raise _UnreadableError
+        self.rules[name] = rule
+        return True
+
+    def _skip_statement(self) -> None:
+        self._at += 1
+        while self._at < len(self._code) and not self._code[self._at][2]:
+            self._at += 1
+
+    def _text(self, at: int) -> str:
+        return self._code[at][1] if at < len(self._code) else ""
+
+    def _ended(self) -> bool:
+        """Tell whether the statement ends here; one that goes on in the next line begins there with `|`."""
+        return self._at >= len(self._code) or (self._code[self._at][2] and self._text(self._at) != "|")
+
+    def _either(self) -> _Node:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _UnreadableError
+        parts = [self._sequence()]
+        while not self._ended() and self._text(self._at) == "|":
+            self._at += 1
+            parts.append(self._sequence())
+        self._depth -= 1
+        return self._join(parts, of_any=True)
+
+    def _sequence(self) -> _Node:
+        parts = []
+        while not self._ended() and self._text(self._at) not in ("|", ")", "]"):
+            parts.append(self._item())
+        return self._join(parts, of_any=False)
+
+    def _item(self) -> _Node:
+        kind, text, _ = self._code[self._at]
+        self._at += 1
+        node = _Node(of_any=False)
+        if text in ("(", "["):
+            inner = self._either()
+            if self._text(self._at) not in (")", "]"):
+                raise _UnreadableError
+            self._at += 1
+            node = inner if text == "(" else self._leaf()
+        elif kind == "name":
+            self._uses.append((text, node))
+            node.needs = 1
+        else:
+            node = self._leaf()
+        while not self._ended() and self._text(self._at) in ("?", "*", "+", "{", "~"):
+            if self._may_be_none():
+                node = self._leaf()
+        return node
+
+    def _may_be_none(self) -> bool:
+        """Read a repetition; tell whether it allows none."""
+        sign = self._text(self._at)
+        self._at += 1
+        if sign in ("?", "*", "+"):
+            return sign != "+"
+        least = self._text(self._at)
+        end = {"{": "}"}.get(sign)
+        while end and not self._ended() and self._text(self._at) != end:
+            self._at += 1
+        self._at += 1
+        return least in ("0", ",")
+
+    def _leaf(self) -> _Node:
+        node = _Node(of_any=False)
+        self._leaves.append(node)
+        return node
+
+    def _join(self, parts: list[_Node], *, of_any: bool) -> _Node:
+        if len(parts) == 1:
+            return parts[0]
+        node = _Node(of_any)
+        node.needs = 1 if of_any else len(parts)
+        for part in parts:
+            part.parents.append(node)
+        if not parts:
+            self._leaves.append(node)
+        return node
+
+
+def _code(tokens: Sequence[_Token]) -> Iterator[tuple[str, str, bool]]:
+    """Yield the tokens that are no space, each with whether it is the first in its line; numbers as a whole."""
+    first = True
+    for kind, text in tokens:
+        if kind == "space":
+            first = first or "\n" in text
+        else:
+            yield kind, text, first
+            first = False

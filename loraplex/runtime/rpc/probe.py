@@ -1,0 +1,71 @@
+"""`loraplex probe HOST:PORT`: a health check that exits 0 when the process there serves, else 1 with one line.
+
+`loraplex probe http://HOST:PORT/readyz` asks a path of the metrics' port, or a gateway's /health.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TIMEOUT_S = 3.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Ask grpc.health.v1 or the URL at the address once."""
+    parser = argparse.ArgumentParser(prog="loraplex probe", description="Exits 0 when the process there serves.")
+    parser.add_argument("address", help="HOST:PORT of a gRPC server, or an http:// or https:// URL")
+    parser.add_argument("--ca", metavar="FILE", help="use TLS: the authority that signs the server's certificate")
+    parser.add_argument("--cert", metavar="FILE", help="the certificate of the caller, for ports that require one")
+    parser.add_argument("--key", metavar="FILE", help="the private key of --cert")
+    arguments = parser.parse_args(argv)
+    address = arguments.address
+    if address.startswith(("http://", "https://")):
+        return _ask_url(address, arguments.ca)
+    try:
+        channel = _channel(address, arguments.ca, arguments.cert, arguments.key)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    with channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            print(f"error: {address} does not answer: {error.details()}", file=sys.stderr)
+            return 1
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        print(f"error: {address} is not serving", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _ask_url(url: str, ca: str | None) -> int:
+    try:
+        context = ssl.create_default_context(cafile=ca) if url.startswith("https://") else None
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context):
+            return 0
+    except urllib.error.HTTPError as error:
+        print(f"error: {url}: {error.code}: {error.read(1000).decode(errors='replace').strip()}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"error: {url} does not answer: {error}", file=sys.stderr)
+    return 1
+
+
+def _channel(address: str, ca: str | None, cert: str | None, key: str | None) -> grpc.Channel:
+    """Open a channel. Raises OSError for a file that cannot be read."""
+    pems = [None if path is None else Path(path).read_bytes() for path in (ca, key, cert)]
+    if not any(pems):
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

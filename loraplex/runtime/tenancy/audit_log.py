@@ -1,0 +1,414 @@
+"""A process's audit log, and the chain of its records: a thread appends them in batches that end with an fsync.
+
+    {"previous":"0000...","number":1,"time":"2026-11-22T15:00:28.120Z","process":"store","event":"started",...}
+    {"previous":"<SHA-256 of the line above>","number":2,...}
+
+Each record is a line of JSON that has the SHA-256 of the line before it. So a record that is altered, removed, added or
+moved is found by the record after it, unless all later ones were written anew as well. That needs a record of before
+(`ChainHead`) which was kept elsewhere.
+
+    FILE               the newest records
+    FILE.000000000001  a full file before it, named by its first record; the chain goes on from file to file
+
+A line that a crash has cut is taken out at the next start, and the chain goes on with a record of that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Counter
+
+from loraplex.runtime.telemetry.logging import LogOnce
+from loraplex.runtime.telemetry.metrics import Meters
+
+log = logging.getLogger(__name__)
+
+# Hash that the first record has of the line before it.
+NOTHING = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHead:
+    """A record by its number and the SHA-256 of its line."""
+
+    number: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.number}:{self.sha256}"
+
+    @classmethod
+    def parse(cls, text: str) -> ChainHead:
+        """Read what `str` has written. Raises ValueError."""
+        number, _, sha256 = text.partition(":")
+        if not number.isdecimal() or len(sha256) != len(NOTHING) or set(sha256) - set("0123456789abcdef"):
+            raise ValueError(f"{text!r} is not NUMBER:SHA256, as `loraplex audit verify` prints it")
+        return cls(int(number), sha256)
+
+
+BEGINNING = ChainHead(0, NOTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a log; `values` is None where it is no record, `whole` False where it has no end."""
+
+    path: Path
+    number: int
+    sha256: str
+    values: Mapping[str, Any] | None
+    whole: bool = True
+
+    @property
+    def head(self) -> ChainHead:
+        """Return the line as a head; the number of a line that is no record is 0."""
+        return ChainHead(self.values["number"] if self.values else 0, self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a line; `number` counts a file's lines from 1."""
+
+    path: Path
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The result of a look at a whole log: its records' count, its last one, and what is wrong."""
+
+    records: int
+    head: ChainHead
+    faults: Sequence[Fault]
+
+
+def record_line(after: ChainHead, record: Mapping[str, Any]) -> tuple[bytes, ChainHead]:
+    """Return the line of the record that follows `after`, and itself as the head. ASCII without control characters."""
+    numbered = {"previous": after.sha256, "number": after.number + 1, **record}
+    line = json.dumps(numbered, separators=(",", ":"), default=str).replace("\x7f", "\\u007f").encode()
+    return line + b"\n", ChainHead(after.number + 1, hashlib.sha256(line).hexdigest())
+
+
+def parse(line: bytes) -> Mapping[str, Any] | None:
+    """Return a record's values; None where the line is no record."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("previous"), str):
+        return None
+    number = values.get("number")
+    return values if isinstance(number, int) and not isinstance(number, bool) and number > 0 else None
+
+
+def lines_of(path: Path) -> Iterator[Line]:
+    """Yield the lines of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, 1):
+            line = text.removesuffix(b"\n")
+            yield Line(path, number, hashlib.sha256(line).hexdigest(), parse(line), line != text)
+
+
+def read(paths: Iterable[Path]) -> Iterator[Line]:
+    """Yield the lines of a log's files, in order of their first records. Raises OSError."""
+
+    def first(path: Path) -> int:
+        line = next(lines_of(path), None)
+        return line.values["number"] if line is not None and line.values is not None else 0
+
+    for path in sorted(paths, key=first):
+        yield from lines_of(path)
+
+
+def verify(lines: Iterable[Line], anchor: ChainHead | None = None) -> Verified:
+    """Check a log from its first record, or from the one after `anchor`, whose record may also be among the lines."""
+    faults: list[Fault] = []
+    records, before, last = 0, BEGINNING, None
+    anchored = anchor is None or anchor == BEGINNING
+    for line, following in _with_following(lines):
+        if line.values is None or not line.whole:
+            faults.append(Fault(line.path, line.number, "is cut" if not line.whole else "is not a record"))
+            before, last = ChainHead(before.number + 1, line.sha256), line
+            continue
+        records += 1
+        number, previous = line.values["number"], line.values["previous"]
+        if last is None and anchor is not None and number == anchor.number + 1:
+            before, anchored = anchor, True
+        if number != before.number + 1:
+            faults.append(Fault(line.path, line.number, _misplaced(before.number, number)))
+        elif previous != before.sha256:
+            fault = _altered(last, line, following)
+            if not faults or (faults[-1].path, faults[-1].number) != (fault.path, fault.number):
+                faults.append(fault)
+        before, last = line.head, line
+        if anchor is not None and number == anchor.number:
+            anchored = True
+            if line.sha256 != anchor.sha256:
+                faults.append(Fault(line.path, line.number, f"is another record than the known one, {anchor}"))
+    if not anchored:
+        path, number, what = (
+            (Path("log"), 0, "has no record") if last is None else (last.path, last.number, "is the last record")
+        )
+        faults.append(Fault(path, number, f"{what}; the known one, {anchor}, is missing"))
+    return Verified(records, before, faults)
+
+
+def _with_following(lines: Iterable[Line]) -> Iterator[tuple[Line, Line | None]]:
+    waiting: Line | None = None
+    for line in lines:
+        if waiting is not None:
+            yield waiting, line
+        waiting = line
+    if waiting is not None:
+        yield waiting, None
+
+
+def _misplaced(before: int, number: int) -> str:
+    if number <= before:
+        return f"record {number} is out of order: it follows record {before}"
+    missing = f"records {before + 1} to {number - 1} are" if number - before > 2 else f"record {before + 1} is"
+    return f"{missing} missing before record {number}"
+
+
+def _altered(last: Line | None, line: Line, following: Line | None) -> Fault:
+    """Return the fault of the line that was altered, where a line does not have the hash of the `last` one.
+
+    The following line says whether it is this line that was altered, or the last one.
+    """
+    if last is None:
+        return Fault(line.path, line.number, "is not the first record of a log")
+    intact = following is not None and following.values is not None and following.values["previous"] == line.sha256
+    if following is None or intact:
+        return Fault(last.path, last.number, f"record {last.head.number} has been altered")
+    return Fault(line.path, line.number, f"record {line.head.number} has been altered")
+
+
+# Time in seconds in which records gather before a write.
+BATCH_S = 0.05
+# Time in seconds before a write that failed is tried again.
+RETRY_S = 1.0
+# Maximum records that wait for the disk; later ones are lost, and counted.
+WAITING_LIMIT = 10_000
+# Size in bytes from which a file is full.
+FILE_BYTES = 64 * 1024 * 1024
+# Maximum characters of a text of a record.
+TEXT_CHARACTERS = 500
+# Maximum bytes of a record that is cut off.
+_LINE_BYTES = 64 * 1024
+# Maximum bytes of a file's end in which its last record is looked for; a record has fewer.
+_TAIL_BYTES = 1024 * 1024
+FILE_HELP = "file that the audit log is appended to (docs/guides/security.md)"
+
+
+class AuditFileError(Exception):
+    """An audit log that cannot be gone on with; the message is one line."""
+
+
+class AuditCounts:
+    """The metrics of an audit log."""
+
+    def __init__(self, meters: Meters) -> None:
+        self.records: Counter = meters.counter("audit_records", "Records that were written to the audit log.")
+        self.lost: Counter = meters.counter("audit_records_lost", "Records that the audit log had no room for.")
+
+
+class AuditLog:
+    """The audit log of one process. Without a path nothing is kept. Raises AuditFileError.
+
+    Opened it has an event `started`, closed `stopped`. `record` may be called from any thread.
+    """
+
+    def __init__(self, path: str, process: str, counts: AuditCounts, *, file_bytes: int = FILE_BYTES) -> None:
+        self._path = Path(path)
+        self._process, self._counts, self._file_bytes = process, counts, file_bytes
+        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._lost = 0
+        self._came = threading.Condition()
+        self._closing = threading.Event()
+        self._on, self._torn, self._file = bool(path), False, -1
+        if not self._on:
+            return
+        try:
+            torn = self._open()
+        except BaseException:
+            self._close_file()
+            raise
+        if torn:
+            self.record("repaired", bytes=len(torn), torn=torn[:TEXT_CHARACTERS].decode(errors="backslashreplace"))
+        self.record("started", pid=os.getpid())
+        log.info("the audit log goes on after %s", self.head)
+        self._thread = threading.Thread(target=self._write_on, name="audit", daemon=True)
+        self._thread.start()
+
+    def record(self, event: str, **values: Any) -> None:
+        """Record an event soon. Texts are cut; control characters are escaped. Never give it a secret or a prompt."""
+        if not self._on:
+            return
+        at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        record = {"time": at, "process": self._process, "event": event, **_cut(values)}
+        with self._came:
+            if len(self._waiting) >= WAITING_LIMIT:
+                self._lost += 1
+                self._counts.lost.inc()
+                return
+            self._waiting.append(record)
+            self._came.notify()
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        if not self._on:
+            return
+        self.record("stopped")
+        self._on = False
+        with self._came:
+            self._closing.set()
+            self._came.notify()
+        self._thread.join()
+        log.info("the audit log ends with %s", self.head)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file != -1:
+            os.close(self._file)
+
+    def _open(self) -> bytes:
+        """Open the file and find the record that the next one follows; return the bytes of a line without its end."""
+        try:
+            self._file = _opened(self._path)
+            self._size = os.fstat(self._file).st_size
+            tail = os.pread(self._file, _TAIL_BYTES, max(0, self._size - _TAIL_BYTES))
+            whole, _, torn = tail.rpartition(b"\n")
+            if torn:
+                _check_torn(self._path, torn)
+                self._size -= len(torn)
+                os.ftruncate(self._file, self._size)
+                os.fsync(self._file)
+            if not self._size and (former := sorted(self._path.parent.glob(self._path.name + ".[0-9]*"))):
+                whole = former[-1].read_bytes().rstrip(b"\n")  # the process died between two files
+        except OSError as error:
+            raise AuditFileError(f"--audit {self._path}: {error.strerror}") from error
+        self.head = _head_of(self._path, whole)
+        return torn
+
+    def _write_on(self) -> None:
+        """Write what waits again and again, until the log is closed."""
+        once = LogOnce(log, logging.ERROR)
+        while True:
+            with self._came:
+                while not self._waiting and not self._closing.is_set():
+                    self._came.wait()
+                if not self._waiting:
+                    return
+            self._closing.wait(BATCH_S)
+            batch = self._take()
+            try:
+                self._append(batch)
+                once.reset()
+            except OSError as error:
+                once(f"audit records wait: --audit {self._path}: {error.strerror}")
+                if self._closing.is_set():
+                    log.error("%d audit records are lost", len(batch))
+                    return
+                with self._came:
+                    self._waiting.extendleft(reversed(batch))
+                self._closing.wait(RETRY_S)
+
+    def _take(self) -> list[Mapping[str, Any]]:
+        with self._came:
+            batch, self._waiting = list(self._waiting), deque()
+            if self._lost:
+                at = batch[-1]["time"]
+                batch.append({"time": at, "process": self._process, "event": "records lost", "count": self._lost})
+                self._lost = 0
+        return batch
+
+    def _append(self, batch: list[Mapping[str, Any]]) -> None:
+        """Write records and wait until the disk has them: all of them, or none where it raises OSError."""
+        if self._torn:
+            os.ftruncate(self._file, self._size)
+        if self._size >= self._file_bytes or not self._is_in_place():
+            self._rotate()
+        head, lines = self.head, bytearray()
+        for record in batch:
+            line, head = record_line(head, record)
+            lines += line
+        self._torn = True
+        unwritten = memoryview(lines)
+        while unwritten:
+            unwritten = unwritten[os.write(self._file, unwritten) :]
+        os.fsync(self._file)
+        self._torn = False
+        self.head, self._size = head, self._size + len(lines)
+        self._counts.records.inc(len(batch))
+
+    def _is_in_place(self) -> bool:
+        """Tell whether the open file is the one of the path: who moves it away may remove it soon."""
+        try:
+            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def _rotate(self) -> None:
+        """Give the full file its own name, and open a new one."""
+        if self._is_in_place():  # else it was moved, or an earlier try came so far
+            with open(self._path, "rb") as file:
+                first = parse(file.readline().removesuffix(b"\n"))
+            number = first["number"] if first is not None else self.head.number
+            os.rename(self._path, self._path.with_name(f"{self._path.name}.{number:012d}"))
+        log.info("the audit log begins another file after %s", self.head)
+        file_before, self._file = self._file, _opened(self._path)
+        os.close(file_before)
+        self._size, self._torn = os.fstat(self._file).st_size, False
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _opened(path: Path) -> int:
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise OSError(error.errno, "is in use by another process") from error
+    return file
+
+
+def _head_of(path: Path, lines: bytes) -> ChainHead:
+    """Return the last of these lines as the head. Raises AuditFileError where it is no record."""
+    last = lines.rpartition(b"\n")[2]
+    if not last:
+        return BEGINNING
+    values = parse(last)
+    if values is None:
+        raise AuditFileError(f"--audit {path}: its last line is no record of an audit log; move the file away")
+    return ChainHead(values["number"], hashlib.sha256(last).hexdigest())
+
+
+def _check_torn(path: Path, torn: bytes) -> None:
+    """Raise AuditFileError where an unfinished line is not the beginning of a record: the file is something else."""
+    begins = record_line(BEGINNING, {})[0][:13]
+    if torn[:13] != begins[: len(torn)] or len(torn) > _LINE_BYTES:
+        raise AuditFileError(f"--audit {path}: its last line is no record of an audit log; move the file away")
+
+
+def _cut(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value[:TEXT_CHARACTERS] if isinstance(value, str) else value for name, value in values.items()}

@@ -1,0 +1,551 @@
+"""Conversion of the public messages to domain objects and back, with the checks of a message alone.
+
+JSON in a chat (arguments, schemas, template variables) is parsed where it is rendered, in a child process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain
+
+from loraplex.inference.v1 import inference_pb2 as pb
+
+from loraplex.contracts.broker.terms import PRIORITY_LIMIT
+from loraplex.contracts.grammars import GrammarError
+from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from loraplex.contracts.grammars.json_schema import JsonStyle, Whitespace
+from loraplex.contracts.options import (
+    ALLOWED_TOKEN_IDS,
+    CLIENT_REASONS,
+    LOGIT_BIASES,
+    RANGES,
+    OutOfRangeError,
+    SamplingParams,
+    TokenLogprobs,
+    check_sampling,
+)
+from loraplex.router.catalog.models import Models, ServedModel
+from loraplex.router.request import (
+    DEFAULT_MAX_TOKENS,
+    Chat,
+    ChatMessage,
+    Delta,
+    Event,
+    Finished,
+    Message,
+    Prompt,
+    PromptLogprobs,
+    PromptOptions,
+    Received,
+    Request,
+    Stopping,
+    Summary,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolMode,
+    WeightedAdapter,
+)
+from loraplex.router.text.tokenizer import PromptTokenizer, check_text, context_exceeded
+from loraplex.runtime.rpc.errors import InvalidField, NotBuilt
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOLS = 128
+# Maximum bytes of all tools together, and of the variables for the template.
+TOOLS_BYTES = 256 * 1024
+TEMPLATE_ARGS_BYTES = 16 * 1024
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_MODES = {pb.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO} | {
+    pb.ToolMode.Value(f"TOOL_MODE_{mode.name}"): mode for mode in ToolMode
+}
+
+
+def read_chat(chat: pb.Chat) -> Chat:
+    """Return the chat in a message. Raises InvalidField or NotBuilt, naming the field."""
+    if not chat.messages:
+        raise InvalidField("chat.messages", "is empty")
+    if len(chat.template_args.encode()) > TEMPLATE_ARGS_BYTES:
+        raise InvalidField("chat.template_args", f"is larger than {TEMPLATE_ARGS_BYTES} bytes")
+    tools = _tools(chat.tools)
+    mode, name = _tool_choice(chat, {tool.name for tool in tools})
+    continued, last = chat.continue_final_message, len(chat.messages) - 1
+    if continued and chat.messages[last].role != "assistant":
+        raise InvalidField(f"chat.messages[{last}].role", "only an assistant's message can be continued")
+    prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
+    if continued and prompted:
+        raise InvalidField("chat.add_generation_prompt", "true cannot be combined with continue_final_message")
+    return Chat(
+        messages=tuple(_message(f"chat.messages[{index}]", turn) for index, turn in enumerate(chat.messages)),
+        # An answer without calls comes from a prompt without tools.
+        tools=() if mode is ToolMode.NONE else tools,
+        tool_mode=mode,
+        tool_name=name,
+        parallel_tool_calls=not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,
+        continue_final_message=continued,
+        add_generation_prompt=prompted,
+        template_args=chat.template_args,
+    )
+
+
+def _message(field: str, turn: pb.ChatMessage) -> ChatMessage:
+    if turn.role not in ROLES:
+        raise InvalidField(f"{field}.role", f"{turn.role!r} is none of {', '.join(ROLES)}")
+    if turn.content and turn.parts:
+        raise InvalidField(f"{field}.parts", "give either content or parts")
+    for index, part in enumerate(turn.parts):
+        if part.type not in ("", "text"):
+            raise NotBuilt(f"{field}.parts[{index}].type={part.type}")
+    if turn.role != "assistant":
+        for name in ("tool_calls", "reasoning"):
+            if getattr(turn, name):
+                raise InvalidField(f"{field}.{name}", f"only an assistant's message has it, not one of {turn.role}")
+    if turn.tool_call_id and turn.role != "tool":
+        raise InvalidField(f"{field}.tool_call_id", f"only a tool's message has it, not one of {turn.role}")
+    return ChatMessage(
+        role=turn.role,
+        content=turn.content,
+        parts=tuple(part.text for part in turn.parts),
+        tool_calls=tuple(
+            _tool_call(f"{field}.tool_calls[{index}]", call) for index, call in enumerate(turn.tool_calls)
+        ),
+        tool_call_id=turn.tool_call_id,
+        name=turn.name,
+        reasoning=turn.reasoning,
+    )
+
+
+def _tool_call(field: str, call: pb.ToolCall) -> ToolCall:
+    if not call.name:
+        raise InvalidField(f"{field}.name", "is empty")
+    return ToolCall(call.id, call.name, call.arguments)
+
+
+def _tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    if len(tools) > TOOLS:
+        raise InvalidField("chat.tools", f"{len(tools)} tools; at most {TOOLS}")
+    if sum(tool.ByteSize() for tool in tools) > TOOLS_BYTES:
+        raise InvalidField("chat.tools", f"are larger than {TOOLS_BYTES} bytes")
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"chat.tools[{index}].name"
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise InvalidField(field, f"{tool.name[:80]!r} is not 1 to 128 letters, digits, '_', '.' and '-'")
+        if tool.name in seen:
+            raise InvalidField(field, f"{tool.name} is there twice")
+        seen.add(tool.name)
+    return tuple(Tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in tools)
+
+
+def _tool_choice(chat: pb.Chat, names: set[str]) -> tuple[ToolMode, str]:
+    """Return the mode, and the tool that has to be called where one is named."""
+    choice = chat.tool_choice
+    if choice.WhichOneof("choice") == "name":
+        if choice.name not in names:
+            raise InvalidField("chat.tool_choice.name", f"{choice.name!r} is none of chat.tools")
+        mode, name = ToolMode.REQUIRED, choice.name
+    elif choice.mode in _MODES:
+        mode, name = _MODES[choice.mode], ""
+    else:
+        raise InvalidField("chat.tool_choice.mode", f"{choice.mode} is not a ToolMode that this version knows")
+    if mode is ToolMode.REQUIRED and not names:
+        raise InvalidField("chat.tools", "is empty; chat.tool_choice asks for a call")
+    return mode, name
+
+
+REQUEST_ID_CHARACTERS = 128
+# No spaces, no control characters, nothing that needs quotes.
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/@+=~-]{{0,{REQUEST_ID_CHARACTERS}}}")
+
+
+def read_request_id(request_id: str) -> str:
+    """Return a client's request id, which may be empty. Raises InvalidField."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        message = f"not {REQUEST_ID_CHARACTERS} characters at most of A-Z a-z 0-9 . _ : / @ + = ~ -"
+        raise InvalidField("request_id", message)
+    return request_id
+
+
+# Maximum characters of a session's id, which may be whatever an application calls a conversation or a user.
+SESSION_ID_CHARACTERS = 256
+
+
+def _session_id(session_id: str) -> str:
+    if len(session_id) > SESSION_ID_CHARACTERS:
+        raise InvalidField("session_id", f"{len(session_id)} characters; at most {SESSION_ID_CHARACTERS}")
+    return session_id
+
+
+# Number of ids that are read at once: between two such pieces a thread gives way to the event loop.
+_PIECE = 4_096
+
+
+def read_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids in a message; of many it may run in a thread."""
+    return tuple(chain.from_iterable(ids[at : at + _PIECE] for at in range(0, len(ids), _PIECE)))
+
+
+def read_prompt_options(message: pb.GenerateSpec | pb.TokenizeRequest) -> PromptOptions:
+    """Return the options of a message. Raises InvalidField."""
+    options = {field.name: value for field, value in message.prompt_options.ListFields()}
+    if message.WhichOneof("input") == "token_ids":
+        for name in ("add_special_tokens", "parse_special_tokens"):
+            if name in options:
+                raise InvalidField(f"prompt_options.{name}", "concerns texts; token_ids are taken as they are")
+    return PromptOptions(**options)
+
+
+def check_prompt_size(message: pb.GenerateSpec | pb.TokenizeRequest, model: ServedModel) -> None:
+    """Raise InvalidField where the prompt can't fit the model's context, naming the field."""
+    context = model.manifest.context_length
+    if message.prompt_options.HasField("truncate_to"):  # a message's size is the bound
+        return
+    match message.WhichOneof("input"):
+        case "prompt":
+            check_text(model.tokenizer, message.prompt, "prompt", context)
+        case "token_ids" if isinstance(message, pb.GenerateSpec):
+            check_count("token_ids", message.token_ids.ids, context)
+        case "chat":
+            # Every template makes at least one token of a message.
+            check_count("chat.messages", message.chat.messages, context)
+
+
+def check_count(field: str, values: Sequence[object], limit: int) -> None:
+    """Raise InvalidField where a field has more values than the context has tokens."""
+    if len(values) > limit:
+        raise context_exceeded(field, str(len(values)), limit)
+
+
+# Maximum length of a format that is read on the event loop, in a few milliseconds.
+_SHORT_CHARACTERS = 4_096
+# Maximum number of grammars that are kept for the next request with the same format; each is some kilobytes, and its
+# format 64 KiB at most.
+_CACHED_FORMATS = 512
+
+
+def read_format(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
+    """Return the field that holds a request's format, and its grammar; both are empty without. Raises InvalidField."""
+    field = spec.WhichOneof("format") or ""
+    style = _json_style(spec)
+    if style and field != "json_schema":
+        raise InvalidField("json_style", "is for a json_schema alone")
+    try:
+        match field:
+            case "json_schema":
+                return field, _grammar(tenant, json_grammar, spec.json_schema, style or JsonStyle())
+            case "regex":
+                return field, _grammar(tenant, regex_grammar, spec.regex)
+            case "grammar":
+                return field, _grammar(tenant, lark_grammar, spec.grammar)
+            case "choices":
+                return "choices.values", _grammar(tenant, choices_grammar, tuple(spec.choices.values))
+    except GrammarError as error:
+        refused = InvalidField(error.path, error.message, reason="INVALID_FORMAT")
+    else:
+        return "", ""
+    raise refused  # here, without what the traceback of the GrammarError holds: freeing it takes milliseconds
+
+
+def is_large_format(spec: pb.GenerateSpec) -> bool:
+    """Tell whether the format of a request takes long to read, some 100 ms."""
+    return max(len(spec.json_schema), len(spec.regex), len(spec.grammar)) > _SHORT_CHARACTERS
+
+
+def _json_style(spec: pb.GenerateSpec) -> JsonStyle | None:
+    if not spec.HasField("json_style"):
+        return None
+    whitespace, order = spec.json_style.whitespace, spec.json_style.property_order
+    if whitespace not in pb.JsonWhitespace.values():
+        raise InvalidField("json_style.whitespace", f"{whitespace} is not known")
+    if order not in pb.PropertyOrder.values():
+        raise InvalidField("json_style.property_order", f"{order} is not known")
+    return JsonStyle(_WHITESPACE.get(whitespace, Whitespace.SPACED), order == pb.PROPERTY_ORDER_SORTED)
+
+
+_WHITESPACE = {
+    pb.JSON_WHITESPACE_COMPACT: Whitespace.COMPACT,
+    pb.JSON_WHITESPACE_FLEXIBLE: Whitespace.FLEXIBLE,
+}
+
+
+# For each tenant: the time of a request must not tell what another has asked.
+@lru_cache(_CACHED_FORMATS)
+def _grammar(_tenant: str, make: Callable[..., str], *arguments: object) -> str:
+    return make(*arguments)
+
+
+def forget_formats() -> int:
+    """Forget the formats that are kept; returns how many there were."""
+    count = _grammar.cache_info().currsize
+    _grammar.cache_clear()
+    return count
+
+
+STOP_STRINGS = 16
+STOP_CHARACTERS = 64
+STOP_TOKEN_IDS = 64
+BAD_WORD_STRINGS = 64
+BAD_WORD_CHARACTERS = 64
+STREAM_INTERVAL = 1_000
+CHOICES = 16
+LOGPROBS = 20
+ADAPTERS = 8
+
+_NEUTRAL = SamplingParams()
+
+
+def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
+    """Return the request in a message. Raises InvalidField or NotBuilt, naming the field."""
+    field, prompt = read_prompt(spec)
+    interval = spec.output.stream_interval if spec.output.HasField("stream_interval") else 1
+    if interval > STREAM_INTERVAL:
+        raise InvalidField("output.stream_interval", f"{interval}; at most {STREAM_INTERVAL}")
+    n, best_of = _choices(spec.output)
+    format_field, grammar = read_format(spec, tenant)
+    if abs(spec.priority) > PRIORITY_LIMIT:
+        raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
+    return Request(
+        tenant=tenant,
+        prompt=prompt,
+        prompt_field=field,
+        prompt_options=read_prompt_options(spec),
+        request_id=read_request_id(spec.request_id),
+        model=spec.model,
+        adapter=spec.adapter,
+        adapters=read_adapters(spec),
+        sampling=_sampling(spec.sampling),
+        sampling_set=frozenset(field.name for field, _ in spec.sampling.ListFields()),
+        bad_words=_bad_words(spec.sampling),
+        seed=spec.sampling.seed if spec.sampling.HasField("seed") else None,
+        stopping=_stopping(spec.stopping),
+        skip_special_tokens=not spec.output.HasField("skip_special_tokens") or spec.output.skip_special_tokens,
+        echo=spec.output.echo,
+        keep_stop=spec.output.keep_stop,
+        stream_interval=max(1, interval),
+        n=n,
+        best_of=best_of,
+        logprobs=_logprobs("output.logprobs", spec.output.logprobs) if spec.output.HasField("logprobs") else None,
+        prompt_logprobs=_logprobs("output.prompt_logprobs", spec.output.prompt_logprobs)
+        if spec.output.HasField("prompt_logprobs")
+        else None,
+        priority=spec.priority,
+        session_id=_session_id(spec.session_id),
+        format_field=format_field,
+        grammar=grammar,
+        fingerprint=hashlib.sha256(spec.SerializeToString(deterministic=True)).hexdigest(),
+    )
+
+
+def read_adapters(spec: pb.GenerateSpec | pb.EncodeSpec) -> tuple[WeightedAdapter, ...]:
+    """Return the parts of a weighted set. Raises InvalidField."""
+    if spec.adapter and spec.adapters:
+        raise InvalidField("adapters", "give either adapter or adapters")
+    if len(spec.adapters) > ADAPTERS:
+        raise InvalidField("adapters", f"{len(spec.adapters)} adapters; at most {ADAPTERS}")
+    seen = set()
+    for index, part in enumerate(spec.adapters):
+        if not part.adapter:
+            raise InvalidField(f"adapters[{index}].adapter", "is empty")
+        if not math.isfinite(part.weight) or part.weight == 0:
+            raise InvalidField(f"adapters[{index}].weight", f"{part.weight:g} is not a finite number other than 0")
+        if part.adapter in seen:
+            raise InvalidField(f"adapters[{index}].adapter", f"{part.adapter} is there twice; add up its weights")
+        seen.add(part.adapter)
+    return tuple(WeightedAdapter(part.adapter, part.weight) for part in spec.adapters)
+
+
+def _choices(output: pb.Output) -> tuple[int, int]:
+    n = output.n if output.HasField("n") else 1
+    best_of = output.best_of if output.HasField("best_of") else n
+    for field, value in (("output.n", n), ("output.best_of", best_of)):
+        if not 1 <= value <= CHOICES:
+            raise InvalidField(field, f"{value} is not between 1 and {CHOICES}")
+    if best_of < n:
+        raise InvalidField("output.best_of", f"{best_of} candidates are fewer than output.n ({n})")
+    return n, best_of
+
+
+def _logprobs(field: str, value: int) -> int:
+    if value > LOGPROBS:
+        raise InvalidField(field, f"{value}; at most {LOGPROBS}")
+    return value
+
+
+def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Prompt]:
+    """Return the name of the input that is set, and its value. Raises InvalidField."""
+    match message.WhichOneof("input"):
+        case "prompt":
+            if not message.prompt:
+                raise InvalidField("prompt", "is empty")
+            return "prompt", message.prompt
+        case "token_ids" if isinstance(message, pb.GenerateSpec):
+            if not message.token_ids.ids:
+                raise InvalidField("token_ids", "is empty")
+            return "token_ids", read_ids(message.token_ids.ids)
+        case "chat":
+            return "chat", read_chat(message.chat)
+    raise InvalidField("input", "give one of prompt, token_ids and chat")
+
+
+def _sampling(message: pb.Sampling) -> SamplingParams:
+    if not message.ByteSize():
+        return _NEUTRAL
+    set_fields = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
+    if len(message.logit_bias) > LOGIT_BIASES:  # before they are sorted
+        raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")
+    if len(message.allowed_token_ids) > ALLOWED_TOKEN_IDS:
+        raise InvalidField(
+            "sampling.allowed_token_ids", f"{len(message.allowed_token_ids)} ids; at most {ALLOWED_TOKEN_IDS}"
+        )
+    if message.HasField("default_temperature"):
+        set_fields.setdefault("temperature", message.default_temperature)
+    params = SamplingParams(
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(sorted(set(message.allowed_token_ids))),
+        **set_fields,
+    )
+    try:
+        RANGES["temperature"].check("default_temperature", message.default_temperature)
+        check_sampling(params)
+    except OutOfRangeError as error:
+        raise InvalidField(f"sampling.{error.field}", error.message) from error
+    return params
+
+
+def _bad_words(message: pb.Sampling) -> tuple[str, ...]:
+    if message.bad_words and message.allowed_token_ids:
+        raise InvalidField("sampling.bad_words", "cannot be combined with allowed_token_ids")
+    return _strings("sampling.bad_words", message.bad_words, BAD_WORD_STRINGS, BAD_WORD_CHARACTERS)
+
+
+def _strings(field: str, texts: Sequence[str], most: int, characters: int) -> tuple[str, ...]:
+    if len(texts) > most:
+        raise InvalidField(field, f"{len(texts)} strings; at most {most}")
+    if not all(0 < len(text) <= characters for text in texts):
+        raise InvalidField(field, f"each string has 1 to {characters} characters")
+    return tuple(texts)
+
+
+def _stopping(message: pb.Stopping) -> Stopping:
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else None
+    stop = _strings("stopping.stop", message.stop, STOP_STRINGS, STOP_CHARACTERS)
+    if len(message.stop_token_ids) > STOP_TOKEN_IDS:
+        raise InvalidField("stopping.stop_token_ids", f"{len(message.stop_token_ids)} ids; at most {STOP_TOKEN_IDS}")
+    if max_tokens is not None and message.min_tokens > max_tokens:
+        raise InvalidField("stopping.min_tokens", f"{message.min_tokens} is more than max_tokens ({max_tokens})")
+    return Stopping(
+        max_tokens=max_tokens,
+        default_max_tokens=message.default_max_tokens or DEFAULT_MAX_TOKENS,
+        cap_max_tokens=message.cap_max_tokens,
+        min_tokens=message.min_tokens,
+        stop=stop,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def count_received(received: Sequence[pb.ReceivedTokens], n: int, max_tokens: int) -> int:
+    """Return how many ids the client has of `n` choices, without reading them.
+
+    Raises InvalidField where it cannot have got as many.
+    """
+    choices = [part.choice for part in received[: n + 1]]  # of as many, one is there twice or beyond
+    for index, choice in enumerate(choices):
+        if choice >= n:
+            raise InvalidField(f"received[{index}].choice", f"{choice}; the request has {n}")
+        if choice in choices[:index]:
+            raise InvalidField(f"received[{index}].choice", f"{choice} is there twice")
+        if len(received[index].token_ids) > max_tokens:
+            raise InvalidField(f"received[{index}].token_ids", f"more than max_tokens ({max_tokens})")
+    return sum(len(part.token_ids) for part in received)
+
+
+def read_received(received: Sequence[pb.ReceivedTokens]) -> dict[int, Received]:
+    """Return what the client has of each choice; of many ids it may run in a thread."""
+    return {
+        part.choice: Received(
+            read_ids(part.token_ids), part.finished, part.text_bytes if part.HasField("text_bytes") else None
+        )
+        for part in received
+    }
+
+
+_REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in CLIENT_REASONS}
+
+
+def count_numbers(event: Event) -> int:
+    """Return how many ids and log probabilities a message has, each of which takes about a microsecond to write."""
+    match event:
+        case Delta():
+            size, logprobs = len(event.token_ids), event.logprobs
+        case PromptLogprobs():
+            size, logprobs = len(event.tokens), event.tokens
+        case _:
+            return 0
+    return size * (1 + len(logprobs[0].alternatives)) if logprobs else size
+
+
+def write_message(message: Message) -> pb.GenerateEvent:
+    """Convert a message of the stream."""
+    event = _write_event(message.event)
+    event.resume_token = message.resume_token
+    return event
+
+
+def _write_event(event: Event) -> pb.GenerateEvent:
+    match event:
+        case Delta():
+            delta = pb.Delta(choice=event.choice, offset=event.offset, token_ids=event.token_ids, text=event.text)
+            delta.logprobs.extend(map(_write_logprobs, event.logprobs))
+            delta.text_lengths.extend(event.text_lengths)
+            delta.reasoning = event.reasoning
+            delta.tool_calls.extend(map(_write_tool_call, event.tool_calls))
+            return pb.GenerateEvent(delta=delta)
+        case PromptLogprobs():
+            tokens = [_write_logprobs(token) for token in event.tokens]
+            return pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(tokens=tokens))
+        case Finished():
+            finished = pb.Finished(choice=event.choice, reason=_REASONS[event.reason])
+            if event.stop_string is not None:
+                finished.stop_string = event.stop_string
+            if event.stop_token_id is not None:
+                finished.stop_token_id = event.stop_token_id
+            return pb.GenerateEvent(finished=finished)
+        case Summary():
+            return pb.GenerateEvent(
+                summary=pb.Summary(
+                    request_id=event.request_id,
+                    adapter_revision=event.adapter_revision,
+                    usage=pb.Usage(
+                        prompt_tokens=event.prompt_tokens,
+                        cached_tokens=event.cached_tokens,
+                        completion_tokens=event.completion_tokens,
+                    ),
+                    timings=pb.Timings(
+                        queue=event.queue_s, adapter=event.adapter_s, ttft=event.ttft_s, decode=event.decode_s
+                    ),
+                    continuations=event.continuations,
+                    adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in event.adapters],
+                    not_enforced=event.not_enforced,
+                )
+            )
+
+
+def _write_logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
+    alternatives = [pb.Alternative(token_id=token_id, logprob=logprob) for token_id, logprob in token.alternatives]
+    return pb.TokenLogprobs(logprob=token.logprob, alternatives=alternatives)
+
+
+def _write_tool_call(part: ToolCallDelta) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
+
+
+async def read_spec(spec: pb.GenerateSpec, tenant: str, models: Models, prompts: PromptTokenizer) -> Request:
+    """Return the request in a message. Raises InvalidField, NotBuilt, NotFound or Unavailable."""
+    check_prompt_size(spec, models.get(spec.model))
+    if is_large_format(spec):  # read_request then knows it
+        await prompts.in_turn(tenant, lambda: read_format(spec, tenant))
+    return await prompts.run(tenant, len(spec.token_ids.ids), lambda: read_request(spec, tenant))

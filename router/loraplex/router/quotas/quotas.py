@@ -1,0 +1,523 @@
+"""Reserves tokens for the calls of one router by their tenants' plans, and tells the ledger what they use.
+
+admitted ──reserve──▶ CallBudget ──settle──▶ the account keeps what was used
+                        └── told every second what is used so far
+
+What the ledger is to know goes there in rounds, one at a time. A round that finds that Redis has lost data fills the
+ledger with what the router and the adapter store know; see broker/ledger.py and docs/guides/quotas.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import msgspec
+from redis.exceptions import OutOfMemoryError
+
+from loraplex.admin.v1 import accounts_pb2, plans_pb2
+from loraplex.contracts.broker.connection import REDIS_DOWN
+from loraplex.contracts.broker.keys import is_key_account, key_account
+from loraplex.contracts.broker.ledger import (
+    COUNTS,
+    Counts,
+    Ledger,
+    LedgerUnreadyError,
+    QuotaReachedError,
+    Reservation,
+    SendReserve,
+)
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
+from loraplex.contracts.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, default_model, plan_name
+from loraplex.contracts.plans import LOOK_S as PLANS_LOOK_S
+from loraplex.router.catalog.store_client import StoreChanges, StoreClient
+from loraplex.router.dispatch.outbox import redis_full
+from loraplex.router.dispatch.routed_job import RoutedJob
+from loraplex.router.metrics import RouterMetrics
+from loraplex.router.quotas.usage import NO_FACTS, Facts, UsageLog
+from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, Unavailable
+from loraplex.runtime.rpc.principal import calling_key, known_caller
+from loraplex.runtime.rpc.tasks import every
+from loraplex.runtime.telemetry.logging import LogOnce
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A tenant, or an API key of it, with its plan."""
+
+    tenant: str
+    key_id: str
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Return the plan's name."""
+        return plan_name(self.tenant, self.key_id)
+
+    @property
+    def account(self) -> str:
+        """Return the name of the account in the ledger."""
+        return key_account(self.key_id) if self.key_id else self.tenant
+
+
+class Plans:
+    """The plans of all tenants and keys: a copy of the store's; without a store nobody has a limit."""
+
+    def __init__(self, store: StoreClient | None = None) -> None:
+        self._plans: Mapping[str, Plan] = {}
+        self._default = UNLIMITED
+        # The limits by account, since they are asked for with every request.
+        self._default_limits: Mapping[str, int] = {}
+        self._limits = dict[str, Mapping[str, int]]()
+        self._changes = None if store is None else StoreChanges("plans", store.plan_changes)
+        self._missing = self._changes is not None
+
+    def put(self, plans: Mapping[str, Plan]) -> None:
+        """Replace all plans, which are given by name."""
+        self._missing = False
+        self._plans, self._default = dict(plans), plans.get(DEFAULT, UNLIMITED)
+        self._default_limits = _limits(self._default)
+        self._limits = {account: _limits(plans[name]) for name, account in _accounts(plans)}
+
+    @property
+    def accounts(self) -> Iterable[str]:
+        """Return the accounts that have a plan of their own."""
+        return self._limits
+
+    @property
+    def has_limits(self) -> bool:
+        """Return whether the ledger keeps limits of anybody."""
+        return bool(self._default_limits) or any(self._limits.values())
+
+    def of(self, tenant: str) -> Plan:
+        """Return a tenant's plan."""
+        return self._plans.get(plan_name(tenant), self._default)
+
+    def owners(self, tenant: str, key_id: str) -> list[Owner]:
+        """Return whose plans a call must fit: its key's, which is asked first, and its tenant's.
+
+        Raises Unavailable where the store has never told them.
+        """
+        if self._missing:
+            raise Unavailable("the adapter store does not answer, which knows the plans", reason="PLANS_MISSING")
+        owners = [Owner(tenant, "", self.of(tenant))]
+        if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
+            owners.insert(0, Owner(tenant, key_id, plan))
+        return owners
+
+    def default_model(self) -> str:
+        """Return the base model that the current call means where it names none; empty: no plan says one.
+
+        Raises as `owners` does.
+        """
+        principal = known_caller()
+        owners = self.owners(principal.tenant, principal.key_id) if principal and principal.tenant else []
+        return default_model(*(owner.plan for owner in owners), self._default)
+
+    def limits_of(self, account: str) -> Mapping[str, int]:
+        """Return the limits that the ledger keeps in an account, by their fields of a plan."""
+        return self._limits.get(account, {} if is_key_account(account) else self._default_limits)
+
+    def weight_of(self, tenant: str) -> float:
+        """Return a tenant's weight."""
+        return self.of(tenant).weight or 1.0
+
+    def queue_share_of(self, tenant: str) -> float:
+        """Return the share of a queue that a tenant's waiting jobs may take."""
+        return self.of(tenant).queue_share or QUEUE_SHARE
+
+    def key_terms(self, key_id: str) -> KeyTerms:
+        """Return what the plan of an API key says of the queue."""
+        plan = self._plans.get(plan_name(key_id=key_id)) if key_id else None
+        if plan is None or (plan.weight is None and plan.queue_share is None):
+            return NO_KEY
+        return KeyTerms(key_id, plan.weight or 0.0, plan.queue_share or 1.0)
+
+    async def look(self) -> None:
+        """Ask the store what has changed; one that does not answer changes nothing."""
+        if self._changes is not None and (news := await self._changes.look()) is not None:
+            pages, anew = news
+            plans = {} if anew else dict(self._plans)
+            for page in pages:
+                plans |= {one.name: _plan(one) for one in page.plans}
+                for name in page.deleted:
+                    plans.pop(name, None)
+            if anew or plans != self._plans:
+                self.put(plans)
+
+
+def _plan(message: plans_pb2.Plan) -> Plan:
+    """Return a plan of the store."""
+    return Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+
+
+def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Return the names of plans with the accounts that they are of."""
+    for name in names:
+        kind, _, of = name.partition("/")
+        if of:
+            yield name, key_account(of) if kind == "keys" else of
+
+
+def _limits(plan: Plan) -> Mapping[str, int]:
+    return {limit: most for limit in COUNTS if (most := getattr(plan, limit)) is not None}
+
+
+log = logging.getLogger(__name__)
+
+# Number of open-ended answers, and fewest tokens of one, that a limit of tokens has room for at once.
+_OPEN_ENDED, _OPEN_ENDED_TOKENS = 16, 128
+
+
+def _bounded(job: Job, plans: Iterable[Plan]) -> Job:
+    """Return a job whose answers fit the plans' limits, and leave room for others like it where these are large."""
+    most, prompt = job.stopping.max_tokens, len(job.prompt_ids)
+    for plan in plans:
+        for limit, used in (
+            (plan.output_tokens_per_minute, 0), (plan.tokens_per_day, prompt), (plan.tokens_per_month, prompt)
+        ):  # fmt: skip
+            if limit is not None:
+                whole = (limit - used) // job.n
+                most = min(most, max(min(_OPEN_ENDED_TOKENS, whole), limit // _OPEN_ENDED // job.n))
+        if plan.context_tokens is not None:
+            most = min(most, plan.context_tokens - prompt)
+    most = max(1, most, min(job.stopping.min_tokens, job.stopping.max_tokens))
+    return replace(job, stopping=replace(job.stopping, max_tokens=most))
+
+
+# Interval in seconds between renewals, and between saves.
+RENEW_S = 1.0
+# Time in seconds for which the reservation of a call that ended before its answer is held, so that it may be resumed.
+LINGER_S = 5.0
+# Timeout in seconds for the settling that the last message of a call waits for.
+FINISH_S = 0.5
+# Timeout in seconds of a round, while the ledger is filled and opened.
+_UNREADY_S = 15.0
+# Interval in seconds between tries while a router stops.
+_DRAIN_RETRY_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class CallBudget:
+    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
+
+    reservation: Reservation
+    quotas: Quotas
+    # Output tokens that the client of a resumed request had, and input tokens that were charged before.
+    received: int = 0
+    charged_input: int = 0
+    jobs: list[RoutedJob] = field(default_factory=list)
+    # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
+    # made again where its router dies.
+    delivered: Callable[[], int] | None = None
+    # Facts for the usage event; None: events are not written.
+    facts: Facts | None = None
+    began_at: float = field(default_factory=time.monotonic)
+    # Done once the ledger knows the end.
+    end: asyncio.Future[None] | None = None
+
+    def settle(self) -> asyncio.Future[None]:
+        """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
+        return self._end(0.0)
+
+    def leave(self) -> asyncio.Future[None]:
+        """End it in LINGER_S, unless the request is resumed; its place among the streams is free at once."""
+        return self._end(LINGER_S)
+
+    def _end(self, linger_s: float) -> asyncio.Future[None]:
+        if self.end is None:
+            self.end = asyncio.get_running_loop().create_future()
+            self.quotas.end(self, linger_s)
+        return self.end
+
+    async def finish(self) -> None:
+        """Settle before the client gets the last message, so that it knows of no token that is not charged.
+
+        A Redis that does not answer delays nobody for long: then the reservation is settled later.
+        """
+        await asyncio.wait({self.settle()}, timeout=FINISH_S)
+
+    def count(self, *, ended: bool = False) -> Reservation:
+        """Return the reservation with what is used of it by now, as it would stand if this router died."""
+        if ended or self.delivered is not None:
+            computed = [one for one in self.jobs if one.first_token_at is not None or (ended and _is_given_up(one))]
+            prompts = sum(len(routed.job.prompt_ids) for routed in computed) + self.received
+            used_input = self.charged_input + (prompts if computed else 0)
+            self.reservation.use(min(used_input, self.reservation.input), self.delivered() if self.delivered else 0)
+            self.reservation.facts = self.encoded_facts()
+        return self.reservation
+
+    def encoded_facts(self) -> str:
+        """Return the facts as a reservation has them."""
+        if self.facts is None:
+            return ""
+        facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
+        # A resumed request has those of its beginning.
+        cached = facts.cached_tokens or sum(routed.cached_tokens for routed in self.jobs)
+        seconds = time.monotonic() - self.began_at
+        facts = msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4))
+        return msgspec.json.encode(facts).decode()
+
+
+def _is_given_up(routed: RoutedJob) -> bool:
+    """Return whether a job's client left while a worker computed its prompt, which is charged then."""
+    return routed.claimed_at is not None and routed.failure is None and routed.reader.error is None
+
+
+class Quotas:
+    """The quotas of tenants and keys, as one router keeps them. `store` keeps the accounts when Redis loses them."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        plans: Plans,
+        metrics: RouterMetrics | None = None,
+        usage: UsageLog | None = None,
+        store: StoreClient | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self._plans = plans
+        self._metrics = metrics or RouterMetrics()
+        self._usage = usage
+        self._store = store
+        # Those that the ledger has, and those of which it is to be told at once.
+        self._budgets: set[CallBudget] = set()
+        self._urgent: set[CallBudget] = set()
+        self._telling = asyncio.Lock()
+        # The round that has not begun yet, and whether it renews.
+        self._next_round: asyncio.Task[Exception | None] | None = None
+        self._renews = False
+        # Whether a ledger that this router fills or loads may have lost something that a router had told it.
+        self._has_lost = True
+        self._log_once = LogOnce(log)
+
+    def apply_plan(self, job: Job, *, is_open_ended: bool = False) -> Job:
+        """Return a new job within the plans of its tenant and the calling key. Raises Exhausted where it can't be.
+
+        An answer whose request sets no maximum is open ended: it is bounded to what the plans have room for.
+        """
+        owners = self._plans.owners(job.tenant, calling_key())
+        if is_open_ended:
+            job = _bounded(job, [owner.plan for owner in owners])
+        for owner in owners:
+            for name, size, most in (
+                ("context_tokens", job.tokens, owner.plan.context_tokens),
+                ("answers_per_request", job.n, owner.plan.answers_per_request),
+            ):
+                if most is not None and size > most:
+                    raise self._refusal(owner, name, f"the request has {size}")
+            ceiling = owner.plan.priority_ceiling
+            job = job if ceiling is None or job.priority <= ceiling else replace(job, priority=ceiling)
+        return job
+
+    def _refusal(self, owner: Owner, limit: str, why: str, wait_ms: int | None = None) -> Exhausted:
+        """Count a call that a limit refuses; return its error. Without `wait_ms` waiting does not help."""
+        label, named = (f"key_{limit}", f"API key {owner.key_id}") if owner.key_id else (limit, owner.tenant)
+        self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(owner.tenant), label).inc()
+        most = getattr(owner.plan, limit)
+        if wait_ms is None:
+            message, after_s = f"the plan of {named} has {limit} {most}: {why}", None
+        else:  # clients of a tenant must not all come at the same moment
+            message, after_s = f"{named} has used its quota: {limit} is {most}", wait_ms / 1e3 + random.random()
+        return Exhausted(f"{owner.name}/quotas/{limit}", message, retry_after_s=after_s, reason="QUOTA_EXCEEDED")
+
+    async def reserve(
+        self,
+        tenant: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        facts: Facts = NO_FACTS,
+        resumed: tuple[str, int] | None = None,
+        send: SendReserve | None = None,
+    ) -> CallBudget | None:
+        """Reserve tokens of prompts and answers for a call; None for a call without limits.
+
+        `facts`: those known by now, for the usage event. `resumed`: the reservation's id and the tokens that the client
+        has. `send` sends the call with another; see Ledger.reserve. Raises Exhausted or Unavailable.
+        """
+        owners = {owner.account: owner for owner in reversed(self._plans.owners(tenant, calling_key()))}
+        limits = {name: one for name in owners if (one := self._plans.limits_of(name))}
+        call_facts = None
+        if self._usage is not None:  # the ledger is where usage is counted
+            call_facts, limits = (
+                msgspec.structs.replace(facts, tenant=tenant, key=calling_key()),
+                {tenant: {}, **limits},
+            )
+        if not limits:
+            return None
+        reservation_id, received = resumed or ("", None)
+        asked = Reservation(reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens)
+        budget = CallBudget(asked, self, received or 0, facts=call_facts)
+        asked.facts = budget.encoded_facts()
+        try:
+            with self._metrics.reserve_time.time():
+                await self._reserve(budget, received, limits, send)
+        except QuotaReachedError as error:
+            alone = "the request alone is more"
+            raise self._refusal(owners[error.account], error.limit, alone, error.wait_ms) from error
+        except OutOfMemoryError as error:
+            raise redis_full() from error
+        except BaseException as error:
+            # The ledger may hold the reservation though its answer was lost or not awaited.
+            budget.settle() if received is None else budget.leave()
+            if isinstance(error, REDIS_DOWN):
+                log.warning("the ledger does not answer: %r", error)
+                raise Unavailable("the ledger of quotas does not answer", reason="LEDGER_DOWN") from error
+            raise
+        return budget
+
+    async def _reserve(
+        self,
+        budget: CallBudget,
+        received: int | None,
+        limits: Mapping[str, Mapping[str, int]],
+        send: SendReserve | None,
+    ) -> None:
+        while budget not in self._budgets:
+            try:
+                budget.reservation = await self.ledger.reserve(budget.reservation, received, limits, send)
+                budget.charged_input = budget.reservation.used_input
+                self._budgets.add(budget)
+            except LedgerUnreadyError:
+                if error := await asyncio.shield(self._round()):
+                    raise error from None
+
+    def end(self, budget: CallBudget, linger_s: float = 0.0) -> None:
+        """Tell the ledger until it has answered that a budget's call has ended, and then or later the budget itself."""
+        if not budget.reservation.open:
+            return
+        reservation = budget.count(ended=True)
+        reservation.streams, reservation.open = 0, linger_s > 0
+        if linger_s:
+            asyncio.get_running_loop().call_later(linger_s, self.end, budget)
+        self._budgets.add(budget)
+        self._urgent.add(budget)
+        self._round()
+
+    def _round(self) -> asyncio.Task[Exception | None]:
+        """Return the next round, which begins once the one that is under way has ended."""
+        if self._next_round is None:
+            self._next_round = asyncio.create_task(self._tell())
+        return self._next_round
+
+    async def _tell(self) -> Exception | None:
+        """Tell the ledger what it does not know. Returns what keeps it from that: an error of Redis or of the store."""
+        async with self._telling:
+            self._next_round, renews, self._renews = None, self._renews, False
+            until = time.monotonic() + _UNREADY_S
+            try:
+                while time.monotonic() < until:
+                    try:
+                        await self._tell_news(renews)
+                        return None
+                    except LedgerUnreadyError as error:
+                        unready = error
+                    if unready.loads:
+                        await self._load()
+                    elif unready.closed_s:
+                        await asyncio.sleep(unready.closed_s)
+                    else:
+                        await self._fill()
+            except (*REDIS_DOWN, CallError) as error:
+                return error
+        return Unavailable("the ledger of quotas is being filled", reason="LEDGER_BEHIND")
+
+    async def _tell_news(self, renews: bool) -> None:
+        urgent, self._urgent = self._urgent, set()
+        running = {budget for budget in self._budgets if budget.reservation.open} - urgent if renews else ()
+        # Of one whose call has left it the answer tells whether another router goes on with the request.
+        news = [*urgent, *(budget for budget in running if budget.end is not None or budget.count().has_news)]
+        ended = [budget for budget in urgent if not budget.reservation.open]
+        try:
+            expired, moved = await self.ledger.tell([budget.reservation for budget in news], renews=renews)
+        except BaseException:
+            self._urgent |= urgent
+            raise
+        self._metrics.reservations_expired.inc(expired)
+        for budget in (one for one in news if one.reservation.holder in moved):
+            for routed in budget.jobs:
+                routed.end_reader(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
+            if budget.end is not None:
+                self.end(budget)
+        for budget in ended:
+            self._budgets.discard(budget)
+            if budget.end is not None and not budget.end.done():
+                budget.end.set_result(None)
+
+    async def _fill(self) -> None:
+        """Tell a ledger that has lost data, or has never had any, what this router knows."""
+        self._has_lost = self.ledger.number != 0
+        budgets = [budget.count() for budget in self._budgets]
+        await self.ledger.fill(budgets, closes=self._has_lost or self._store is not None)
+        if self._has_lost:
+            self._metrics.ledger_refills.inc()
+            log.warning("Redis lost data of the ledger; this router told it of %d reservations", len(budgets))
+
+    async def _load(self) -> None:
+        """Load the store's accounts into a closed ledger, in place of all routers."""
+        count = 0
+        if self._store is not None:
+            async for page in self._store.account_pages():
+                await self.ledger.load([msgspec.convert(one, Counts, from_attributes=True) for one in page])
+                count += len(page)
+        await self.ledger.loaded(at_once=not count and not self._has_lost)
+        log.warning("the ledger was filled with %d accounts of the store", count)
+
+    async def renew(self) -> None:
+        """Renew the reservations, with what is used of them by now, and end calls whose request another router has."""
+        self._renews = True
+        if error := await asyncio.shield(self._round()):
+            self._log_once(f"the ledger of quotas waits: {error!r}")
+
+    async def save(self) -> None:
+        """Save the accounts that calls of this router have changed; a store that does not answer gets them later."""
+        unsaved = dict(self.ledger.unsaved)
+        if self._store is None or not unsaved:
+            return
+        try:
+            await self._store.save_accounts(
+                [accounts_pb2.Account(**msgspec.structs.asdict(one)) for one in unsaved.values()]
+            )
+        except CallError as error:
+            self._log_once(f"accounts of quotas wait to be saved: {error.message}")
+            return
+        for name, counts in unsaved.items():
+            if self.ledger.unsaved.get(name) is counts:
+                del self.ledger.unsaved[name]
+
+    async def forget_tenant(self) -> None:
+        """Write the usage events that wait."""
+        if self._usage is not None:
+            await self._usage.write()
+
+    async def follow(self) -> None:
+        """Renew and save every second, while quotas or usage are kept, and follow plans and usage; never returns."""
+
+        def if_needed(work: Callable[[], Awaitable[None]]) -> Awaitable[None] | None:
+            return work() if self._plans.has_limits or self._usage is not None else None
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(every(PLANS_LOOK_S, self._plans.look))
+            tasks.create_task(every(RENEW_S, partial(if_needed, self.renew)))
+            tasks.create_task(every(RENEW_S, partial(if_needed, self.save)))
+            if self._usage is not None:
+                tasks.create_task(self._usage.follow())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Settle what has ended, save, and write the usage events; other routers end later what is not settled then."""
+        until = time.monotonic() + timeout_s
+        await self.renew()
+        while self._urgent and time.monotonic() < until:
+            await asyncio.sleep(_DRAIN_RETRY_S)
+            await self.renew()
+        await self.save()
+        if self._usage is not None:
+            await self._usage.close(timeout_s)

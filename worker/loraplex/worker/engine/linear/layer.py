@@ -1,0 +1,324 @@
+"""Linear layers over weights in panels, computed by the CPU kernels. Any thread may call them.
+
+    weight [out, in]  ──▶  panels [out / PANEL, in / unit, PANEL, bytes of a unit], zeros beyond the last output
+
+Panels are read front to back. A unit is so many columns that are stored side by side for one output; see
+kernels/weight_vectors.py for how they are unpacked.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import abstractmethod
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from loraplex.kernels import fixed_linear, tiles
+from loraplex.kernels import linear as float_linear
+from loraplex.kernels.threads import Workspace, run_on_all_threads
+from loraplex.kernels.weight_vectors import FLOATS, INT4_SCALE, PANEL, UNIT_COLUMNS, ZERO_STEP
+from loraplex.worker.engine.device import dtype_name
+from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedWeight
+
+# Number of columns whose products are summed before they are added to the total, where no group has its own scale.
+SEGMENT_COLUMNS = 128
+# Columns are padded to a multiple of this: whole units of every format, and whole vectors.
+COLUMNS_STEP = 16
+# Columns of a unit in the low and in the high nibbles of its four bytes: those of two int16, even columns in the first.
+_NIBBLES = [0, 4, 1, 5], [2, 6, 3, 7]
+# The float kernel sees codes shifted to the upper half of a word.
+_SHIFTED = 65536.0
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A weight [outputs, columns] in panels.
+
+    `columns` is padded to a multiple of COLUMNS_STEP. `scales` and `zeros` are float32 [panels, groups, PANEL], None
+    where the format has none; `group` columns share one. `bias` is float32 [panels * PANEL].
+    """
+
+    format: str
+    outputs: int
+    columns: int
+    memory: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    group: int
+    bias: Tensor
+
+    @property
+    def count(self) -> int:
+        """Return the number of panels."""
+        return len(self.memory)
+
+    @property
+    def segment(self) -> int:
+        """Return the number of columns that are summed before a scale is applied."""
+        return self.group if self.scales is not None and self.scales.shape[1] > 1 else SEGMENT_COLUMNS
+
+    def scale_places(self) -> tuple[int, int, int, int]:
+        """Return the addresses of scales and zeros, and the bytes from panel to panel and from segment to segment."""
+        if self.scales is None:
+            return 0, 0, 0, 0
+        _, groups, width = self.scales.shape
+        zeros = 0 if self.zeros is None else self.zeros.data_ptr()
+        return self.scales.data_ptr(), zeros, groups * width * 4, width * 4 if groups > 1 else 0
+
+
+def can_be_panels(linear: AnyLinear) -> bool:
+    """Tell whether there is a format for the layer's weight."""
+    weight = linear.weight
+    if not isinstance(weight, QuantizedWeight):
+        return weight.dtype in (torch.float32, torch.bfloat16)
+    return not weight.codes.is_floating_point() and (weight.scales.shape[1] == 1 or weight.group % COLUMNS_STEP == 0)
+
+
+def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
+    """Lay out a layer's weight and bias. `fixed`: for activations in fixed point, where the weight is codes."""
+    weight = linear.weight
+    outputs = linear.out_features
+    panels = -(-outputs // PANEL)
+    bias = torch.zeros(panels * PANEL)
+    if linear.bias is not None:
+        bias[:outputs] = linear.bias.detach()
+    if not isinstance(weight, QuantizedWeight):
+        name = dtype_name(weight.dtype)
+        memory = _in_panels(weight.detach(), name, panels)
+        return Panels(name, outputs, _padded(linear.in_features), memory, None, None, linear.in_features, bias)
+    name = f"int{weight.bits}"
+    scales, zeros, group = weight.scales.float(), weight.zero_points(), weight.group
+    if fixed and scales.shape[1] > 1:
+        # Each part of a long group is a segment with its scale.
+        group = _part_of(group)
+        scales, zeros = _repeated(weight.group // group, scales, zeros)
+    elif weight.bits == 4 and scales.shape[1] == 1:
+        # Zero points are subtracted from the sums of segments.
+        group = SEGMENT_COLUMNS
+        scales, zeros = _repeated(-(-weight.in_features // group), scales, zeros)
+    if not fixed:
+        scales, zeros = scales / _SHIFTED, None if zeros is None else zeros * _SHIFTED
+    elif zeros is not None:
+        if weight.bits == 4:
+            scales, zeros = scales / INT4_SCALE, zeros * INT4_SCALE
+        # The sums of a row begin with a product of these pairs and of its sum of q.
+        zeros = torch.stack((-zeros, -ZERO_STEP * zeros), -1).to(torch.int16).view(torch.int32).squeeze(-1)
+    return Panels(
+        name,
+        outputs,
+        _padded(linear.in_features),
+        _in_panels(weight.unpacked(), name, panels),
+        _groups_in_panels(scales, panels),
+        None if zeros is None else _groups_in_panels(zeros, panels),
+        group,
+        bias,
+    )
+
+
+def _repeated(parts: int, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return scales.repeat_interleave(parts, 1), None if zeros is None else zeros.repeat_interleave(parts, 1)
+
+
+def _part_of(group: int) -> int:
+    """Return the largest number of columns of which a group is a multiple, and which integer sums can take."""
+    return next(part for part in range(SEGMENT_COLUMNS, 0, -COLUMNS_STEP) if group % part == 0)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // COLUMNS_STEP) * COLUMNS_STEP
+
+
+def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
+    """Lay out one number for each weight [out, in]: [panels, units, PANEL, ...]."""
+    unit, columns = UNIT_COLUMNS[name], _padded(numbers.shape[1])
+    missing = columns - numbers.shape[1], panels * PANEL - len(numbers)
+    if any(missing):
+        numbers = pad(numbers, (0, missing[0], 0, missing[1]))
+    if name == "float32":
+        unit = 1
+    of_panels = numbers.view(panels, PANEL, columns // unit, unit).transpose(1, 2)
+    if name == "int4":
+        of_panels = of_panels[..., _NIBBLES[0]] | of_panels[..., _NIBBLES[1]] << 4
+    return of_panels.contiguous()
+
+
+def _groups_in_panels(of_groups: Tensor, panels: int) -> Tensor:
+    """Lay out float32 [out, groups] as [panels, groups, PANEL]."""
+    groups = of_groups.shape[1]
+    padded = pad(of_groups, (0, 0, 0, panels * PANEL - len(of_groups)))
+    return padded.view(panels, PANEL, groups).transpose(1, 2).contiguous()
+
+
+# Tasks per thread that a layer is cut into: no thread waits long for the last one.
+_TASKS_PER_THREAD = 8
+# Bytes of a cache line.
+_LINE = 64
+
+
+class _Scratch(threading.local):
+    """Memory of the kernels' calls, one for each thread that calls: adapters are read while steps run."""
+
+    def __init__(self) -> None:
+        self.workspace = Workspace()
+        self.counters = np.zeros(max(float_linear.COUNTERS, fixed_linear.COUNTERS), np.int64)
+        self.counters_address = self.counters.ctypes.data
+
+
+_scratch = _Scratch()
+
+
+def scratch_memory() -> tuple[Tensor, NDArray[np.int64]]:
+    """Return this thread's scratch memory, as it is now, and its counters: what the calls before this one refer to."""
+    return _scratch.workspace.memory, _scratch.counters
+
+
+class PanelLayer(nn.Module):
+    """A linear layer [..., in_features] to [..., out_features], in one dtype: float32 or bfloat16."""
+
+    # The kernel, those of its parameters that differ from call to call, and the bytes of the others, which stay.
+    _kernel: Any
+    _call: Struct
+    _integers_buffer: bytes
+
+    def __init__(self, linear: AnyLinear, dtype: torch.dtype, panels: Panels) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._dtype = dtype
+        self._panels = panels
+        self._missing = panels.columns - self.in_features
+        # The kernels' parameters `columns` to `y_size`: the memory stays where it is.
+        self._places = (
+            *(panels.columns, panels.segment),
+            *(panels.memory.data_ptr(), panels.memory[0].nbytes, panels.count, panels.outputs),
+            *panels.scale_places(),
+            *(panels.bias.data_ptr(), self.out_features * dtype.itemsize, dtype.itemsize),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the weight, and add the bias where there is one."""
+        # The kernels check nothing: with another dtype or width they would read beyond x.
+        assert x.dtype == self._dtype, "the dtype that the kernel is compiled for"
+        *sizes, width = x.shape
+        assert width == self.in_features, "a row of x has a number for each column"
+        y = x.new_empty((*sizes, self.out_features))
+        rows = x.numel() // width
+        if rows:
+            self._multiply(pad(x, (0, self._missing)) if self._missing else x.contiguous(), rows, y)
+        return y
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Return the dtype of `multiply_into`'s inputs."""
+        return self._dtype
+
+    @property
+    def takes_rows(self) -> bool:
+        """Tell whether rows are multiplied as they are; others are padded to whole units of the weight first."""
+        return self._panels.columns == self.in_features
+
+    def multiply_into(self, x: Tensor, y: Tensor) -> None:
+        """Multiply rows x [rows, in_features] of `input_dtype` into y [rows, out_features], both contiguous.
+
+        Only where `takes_rows`. This is one call of the kernel.
+        """
+        assert self.takes_rows, "whole units of columns"
+        assert x.dtype == self.input_dtype, "the dtype that the kernel is compiled for"
+        self._multiply(x, len(x), y)
+
+    @abstractmethod
+    def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
+        """Run the kernel: x [rows, columns] and y [rows, out_features], both contiguous."""
+
+    def _run(self, x: Tensor, rows: int, y: Tensor, scratch: int, *own: int) -> None:
+        """Call the kernel in all threads; `own` are the kernel's own parameters of a call."""
+        _scratch.counters[:] = 0
+        threads, panels = torch.get_num_threads(), self._panels.count
+        tasks = min(panels, threads * _TASKS_PER_THREAD)
+        if rows > tiles.ROWS and self._panels.columns > float_linear.WIDE_COLUMNS:
+            # Each task copies all rows.
+            tasks = min(tasks, max(1, panels // (float_linear.GROUP_PANELS * threads)) * threads)
+        call = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, scratch
+        run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._integers_buffer)
+
+
+class PanelLinear(PanelLayer):
+    """A linear layer whose sums are float32; the products are exact."""
+
+    def __init__(self, linear: AnyLinear, dtype: torch.dtype, products: int | None = None) -> None:
+        """Lay out the weight, and compile the kernel for inputs of `dtype`.
+
+        `products` are those of float_linear; None: the fastest that this processor has for the dtype and the weight.
+        """
+        panels = make_panels(linear)
+        super().__init__(linear, dtype, panels)
+        if products is None:
+            products = _products(panels, dtype)
+        self._kernel = float_linear.compile_linear(
+            panels.format, dtype_name(dtype), products, scales=panels.scales is not None, zeros=panels.zeros is not None
+        )
+        plan = float_linear.plan(panels.format, panels.columns, panels.segment, products)
+        self._scratch_floats = plan.scratch_floats
+        self._input_dtype = torch.float32 if products == FLOATS else torch.bfloat16
+        self._call = _struct(float_linear.CALL_INTEGERS)
+        # The sums of a row of x: see kernels/linear.py.
+        self._segments = -(-panels.columns // panels.segment)
+        row_bytes = panels.columns * self._input_dtype.itemsize, self._segments * 4
+        self._integers_buffer = _integers(*self._places, *row_bytes, *plan.integers)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """See PanelLayer."""
+        return self._input_dtype
+
+    def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
+        before = -(-rows * self._segments * 4 // _LINE) * _LINE
+        memory = _scratch.workspace.address(before // 4 + torch.get_num_threads() * self._scratch_floats)
+        self._run(x.to(self._input_dtype), rows, y, memory + before, memory)
+
+
+def _products(panels: Panels, dtype: torch.dtype) -> int:
+    """Return the products of a layer whose inputs are of `dtype`."""
+    if dtype != torch.bfloat16 or panels.format == "float32":
+        return FLOATS
+    return tiles.bfloat16_products(math.gcd(panels.columns, panels.segment))
+
+
+class FixedLinear(PanelLayer):
+    """A linear layer over codes whose inputs are rounded to 16 bits, see kernels/fixed_linear.py."""
+
+    def __init__(self, linear: AnyLinear, dtype: torch.dtype) -> None:
+        """Lay out the weight, and compile the kernel for inputs of `dtype`."""
+        panels = make_panels(linear, fixed=True)
+        super().__init__(linear, dtype, panels)
+        self._kernel = fixed_linear.compile_fixed(panels.format, dtype_name(dtype), zeros=panels.zeros is not None)
+        self._call = _struct(fixed_linear.CALL_INTEGERS)
+        segments = -(-panels.columns // panels.segment)
+        # The bytes of a row in fixed point, and of its factors and sums.
+        self._row_bytes = panels.columns * 2, segments * 8
+        self._integers_buffer = _integers(
+            *(*self._places, panels.columns * dtype.itemsize, *self._row_bytes, segments * 4),
+            fixed_linear.scratch_floats() * 4,
+        )
+
+    def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
+        # Threads write to their scratch all the time: it shares no cache line with other memory.
+        before = -(-rows * sum(self._row_bytes) // _LINE) * _LINE
+        memory = _scratch.workspace.address(before // 4 + torch.get_num_threads() * fixed_linear.scratch_floats())
+        self._run(x, rows, y, memory + before, memory, fixed_linear.spread(rows))
+
+
+def _struct(integers: str) -> Struct:
+    return Struct(f"={len(integers.split())}q")
+
+
+def _integers(*numbers: int) -> bytes:
+    return Struct(f"={len(numbers)}q").pack(*numbers)

@@ -1,0 +1,239 @@
+"""The layouts of a linear layer's weight that this processor computes, each checked once against the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear as multiply
+
+from loraplex.worker.engine.device import dtype_name, return_freed_memory
+from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
+from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear, quantize
+
+# Maximum difference from the definition, relative to the largest output, that rounding explains: by the dtype that is
+# computed in, and of inputs in fixed point.
+_TOLERANCE, _FIXED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}, 1e-4
+# Outputs and columns of the layers that layouts are checked with: whole tiles of AMX, and parts of them. An odd
+# number of outputs has no bias.
+_CHECKED_SHAPES = (96, 96), (33, 80)
+# Number of rows that the operator is told to expect; measured, it makes no difference.
+_ROWS_HINT = 32
+
+
+class PackedWeight:
+    """A weight [out_features, in_features], packed; called with x [..., in_features] it gives [..., out_features].
+
+    It is two to three times as fast as nn.Linear for a few rows. The mkldnn operators behind it are internal to torch
+    (inductor's freezing uses them). They are called here and nowhere else, and only after a check at start-up that they
+    give what nn.Linear gives; otherwise nn.Linear stays. In float32 a row's product does not depend on how many rows
+    stand beside it, which nn.Linear's does.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+        self._bias = None if bias is None else bias.detach()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply by the transposed weight, and add the bias where there is one."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class PackedLinear(nn.Module):
+    """A linear layer over a packed weight: [..., in_features] to [..., out_features]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.weight = PackedWeight(linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the weight, and add the bias where there is one."""
+        y = self.weight(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def packing_works(dtype: torch.dtype) -> bool:
+    """Tell whether packed weights give nn.Linear's results on this machine."""
+    if dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        checked = [_checked_linear(dtype_name(dtype), *shape) for shape in _CHECKED_SHAPES]
+        return all(_is_right(one, PackedLinear(one), _TOLERANCE[dtype], dtype) for one in checked)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to keep and multiply a weight: `make` gives the layer that takes the place of a linear layer."""
+
+    name: str
+    make: Callable[[AnyLinear], nn.Module]
+
+
+def float_layouts(stored: torch.dtype, compute: torch.dtype) -> Iterator[Layout]:
+    """Yield the layouts of a float weight whose numbers are of dtype `stored`, for inputs of dtype `compute`.
+
+    All are exact: none rounds a weight or an input. The first is the one to take where nothing is measured: a row's
+    product in panels never depends on the rows beside it.
+    """
+    as_panels = _panels_work(dtype_name(stored), compute, fixed=False)
+    if as_panels:
+        yield Layout(f"{dtype_name(stored)} panels", lambda linear: panels(linear, compute))
+    if packs := packing_works(compute):
+        yield Layout(f"mkldnn {dtype_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
+    if not as_panels and not packs:
+        yield Layout(f"torch {dtype_name(compute)}", lambda linear: _cast(linear, compute))
+
+
+def narrow_layouts(compute: torch.dtype) -> Iterator[Layout]:
+    """Yield the layouts of float32 weights whose numbers are bfloat16's: half the bytes, and exact."""
+    if compute == torch.float32 and _panels_work("bfloat16", compute, fixed=False):
+        yield Layout("bfloat16 panels", lambda linear: panels(_narrow(linear) or linear, compute))
+
+
+def is_narrow(linear: AnyLinear) -> bool:
+    """Tell whether the weight is float32 and all its numbers are bfloat16's."""
+    return _narrow(linear) is not None
+
+
+def quantized_layouts(bits: int, compute: torch.dtype, *, rounded: bool) -> Iterator[Layout]:
+    """Yield the layouts of codes of so many bits; none where this processor has no kernel for them.
+
+    `rounded`: also those that round inputs to 16 bits, which is for models whose own dtype has fewer.
+    """
+    if _panels_work(f"int{bits}", compute, fixed=False):
+        yield Layout(f"int{bits} panels", lambda linear: panels(linear, compute))
+    if rounded and _panels_work(f"int{bits}", compute, fixed=True):
+        yield Layout(f"int{bits} panels, 16-bit inputs", lambda linear: panels(linear, compute, fixed=True))
+
+
+def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> None:
+    """Replace every linear layer of a CPU model, one by one, so that the weights are never held twice.
+
+    A weight that another module uses too (tied embeddings) stays there as well.
+    """
+    # Without the layers themselves: a list of these would keep all weights until the end.
+    for module in [module for module in model.modules() if not is_linear(module)]:
+        if _replace_children(module, make):
+            # The weights that were replaced: the heap has no use for gaps of their sizes.
+            return_freed_memory()
+
+
+def _replace_children(module: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> bool:
+    """Replace the linear layers that a module has itself; tell whether there are any."""
+    linears = {name: child for name, child in module.named_children() if is_linear(child)}
+    for names in fusion_candidates(linears):
+        group = [linears[name] for name in names]
+        if len(group) > 1 and can_fuse(group):
+            # Layers that are called with the same input are one product: fewer calls, and none of them small.
+            product = FusedProduct(make(fuse(group)), [linear.out_features for linear in group])
+            for index, name in enumerate(names):
+                setattr(module, name, FusedPart(product, index))
+        else:
+            for name, linear in zip(names, group, strict=True):
+                setattr(module, name, make(linear))
+    return bool(linears)
+
+
+def multiplies_bfloat16() -> bool:
+    """Tell whether the processor has instructions for products of bfloat16, which panels then use."""
+    try:
+        from loraplex.kernels import tiles, weight_vectors
+    except ImportError:
+        return False
+    products = tiles.bfloat16_products(tiles.COLUMNS)
+    return products != weight_vectors.FLOATS and _panels_work("bfloat16", torch.bfloat16, fixed=False)
+
+
+def panels_work(stored: torch.dtype, compute: torch.dtype) -> bool:
+    """Tell whether panels of a float weight give the right products of inputs of a dtype on this machine."""
+    dtypes = (torch.float32, torch.bfloat16)
+    return stored in dtypes and compute in dtypes and _panels_work(dtype_name(stored), compute, fixed=False)
+
+
+def panels(linear: AnyLinear, compute: torch.dtype, *, fixed: bool = False) -> nn.Module:
+    """Return the layer over panels; a weight that has no format as panels stays as it is."""
+    from loraplex.worker.engine.linear.layer import (  # numba is there only where the CPU computes
+        FixedLinear,
+        PanelLinear,
+        can_be_panels,
+    )
+
+    if not can_be_panels(linear):
+        return linear
+    return FixedLinear(linear, compute) if fixed else PanelLinear(linear, compute)
+
+
+def _cast(linear: AnyLinear, dtype: torch.dtype) -> nn.Linear:
+    """Return a float layer with its weight and bias in a dtype."""
+    assert isinstance(linear, nn.Linear), "the layouts of float weights are for these"
+    if linear.weight.dtype == dtype == getattr(linear.bias, "dtype", dtype):
+        return linear
+    cast = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    cast.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
+    if linear.bias is not None:
+        cast.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+    return cast
+
+
+def _narrow(linear: AnyLinear) -> nn.Linear | None:
+    """Return the layer with a bfloat16 weight; None where that would round it."""
+    if not isinstance(linear, nn.Linear) or linear.weight.dtype != torch.float32:
+        return None
+    narrow = linear.weight.detach().bfloat16()
+    if not torch.equal(narrow.float(), linear.weight):
+        return None
+    layer = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    layer.weight, layer.bias = nn.Parameter(narrow, requires_grad=False), linear.bias
+    return layer
+
+
+@cache
+def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
+    """Tell whether panels of a kind of weight give the right products on this machine."""
+    try:
+        from numba.core.errors import NumbaError
+
+        from loraplex.kernels.weight_vectors import FIXED_POINT_COMPILES
+    except ImportError:
+        return False
+    if fixed and not FIXED_POINT_COMPILES:
+        return False
+    tolerance = _FIXED if fixed and compute == torch.float32 else _TOLERANCE[compute]
+    try:
+        checked = [_checked_linear(kind, *shape) for shape in _CHECKED_SHAPES]
+        return all(_is_right(one, panels(one, compute, fixed=fixed), tolerance, compute) for one in checked)
+    except (NumbaError, AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def _checked_linear(kind: str, outputs: int, columns: int) -> Any:
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, columns, generator=generator)
+    bias = None if outputs % 2 else torch.randn(outputs, generator=generator)
+    if kind.startswith("int"):
+        bits = int(kind.removeprefix("int"))
+        return QuantizedLinear(quantize(weight, bits, None if bits == 8 else 32, symmetric=outputs % 2 == 0), bias)
+    linear = nn.Linear(columns, outputs, bias=bias is not None).requires_grad_(False)
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)
+    return linear.to(getattr(torch, kind))
+
+
+def _is_right(linear: AnyLinear, layer: nn.Module, tolerance: float, compute: torch.dtype) -> bool:
+    weight = linear.weight.dequantize() if isinstance(linear, QuantizedLinear) else linear.weight.float()
+    bias: Tensor | None = None if linear.bias is None else linear.bias.float()
+    for rows in (1, 7, 40):
+        x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).to(compute)
+        expected = multiply(x.float(), weight, bias)
+        if (layer(x).float() - expected).abs().max() > tolerance * expected.abs().max():
+            return False
+    return True

@@ -1,0 +1,430 @@
+"""Choosing the next token of each row by its own parameters: greedy, or seeded sampling within its limits.
+
+    logits ──▶ grammar ──▶ adjustments ──▶ greedy: the best
+                                      └──▶ / temperature ──▶ limits ──▶ + noise of (seed, choice, position): the best
+
+A batch of plain greedy rows costs one pass over the logits, with grammars one more.
+
+    adjustments     + logit_bias ──▶ repetition_penalty ──▶ frequency and presence penalty ──▶ banned ids, and all but
+                    allowed_token_ids, to -inf
+    limits          top_k, top_p, min_p, top_n_sigma and typical_p, each of the tokens that the one before kept
+
+The repetition penalty (Keskar et al. 2019, CTRL, section 4.1; as in transformers) counts tokens of prompt and answer;
+the other two (as OpenAI's API defines them) count the answer's alone, ids of earlier attempts included.
+
+The noise is a pure function of (seed, choice, position, token id), without a generator's state: a row draws the same
+noise alone and in any batch, after a preemption, on another worker after a crash, on the CPU and on CUDA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import struct
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.device import upload
+from loraplex.worker.engine.scheduling.grammars import GrammarState
+from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine_api import Failure
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The ids that may come next, of rows with a grammar: a bit for each id, int32 [words]; and rows that fail."""
+
+    allowed: Mapping[Row, np.ndarray]
+    failures: Mapping[Row, Failure]
+
+
+NO_MASKS = Masks({}, {})
+
+
+class MaskFiller:
+    """Fills masks in threads of its own, which do not hold the interpreter's lock."""
+
+    def __init__(self) -> None:
+        # Made when the first sequence with a grammar comes.
+        self._thread: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+
+    def begin(self, batch: Batch) -> Future[Masks] | None:
+        """Begin to fill the masks of a batch, whose ids are all known; None where no row needs one."""
+        constrained = [
+            (row, grammar)
+            for row in batch.rows
+            if (grammar := row.sequence.grammar) is not None and row.samples and row.live
+        ]
+        if not constrained:
+            return None
+        if self._thread is None or self._executor is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            from llguidance import LLExecutor  # not at the top: without grammars it may be absent
+
+            self._executor = LLExecutor()
+        return self._thread.submit(_fill, self._executor, constrained)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
+    words = rows[0][1].vocabulary.words
+    masks = np.zeros((len(rows), words), dtype=np.int32)
+    matchers = [(grammar.matcher, index) for index, (_, grammar) in enumerate(rows)]
+    try:
+        executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, words * 4, len(rows))
+    except Exception:
+        _log.exception("the masks of a batch could not be filled: its rows with a grammar fail")
+        masks[:] = 0
+    allowed: dict[Row, np.ndarray] = {}
+    failures: dict[Row, Failure] = {}
+    for (row, grammar), mask in zip(rows, masks, strict=True):
+        grammar.trim(mask, row.sequence.banned_ids(row.answered))
+        if mask.any() and not grammar.matcher.is_error():
+            allowed[row] = mask
+        else:
+            failures[row] = grammar.problem()
+    return Masks(allowed, failures)
+
+
+def forbid_ids(logits: Tensor, masks: Sequence[np.ndarray | None]) -> None:
+    """Set logits [rows, vocab] in place to -inf where a row's mask, a bit for each id, int32 [words], has none."""
+    constrained = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
+    if not constrained:
+        return
+    if logits.device.type == "cpu":
+        from loraplex.kernels.masks import apply_masks  # numba is there only where the CPU computes
+
+        rows, bits = zip(*constrained, strict=True)
+        apply_masks(logits, rows, bits)
+    else:
+        forbid_with_torch(logits, masks)
+
+
+def forbid_with_torch(logits: Tensor, masks: Sequence[np.ndarray | None]) -> None:
+    """Do the same where at least one row has a mask, on any device; masks are uploaded packed: 16 KiB for 128k ids."""
+    everything = np.full_like(next(mask for mask in masks if mask is not None), -1)
+    words = upload(np.stack([everything if mask is None else mask for mask in masks]), logits.device)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words[:, :, None] >> places) & 1
+    logits.masked_fill_(allowed.view(len(masks), -1)[:, : logits.shape[-1]] == 0, float("-inf"))
+
+
+_KEY = struct.Struct("<QQQ")
+_LANES = struct.Struct("<ii")
+
+
+def row_key(seed: int, choice: int, position: int) -> tuple[int, int]:
+    """Return two signed 32-bit integers, a hash of a position in an answer."""
+    digest = hashlib.blake2b(_KEY.pack(seed, choice, position), digest_size=8).digest()
+    first, second = _LANES.unpack(digest)
+    return first, second
+
+
+def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """Compute standard Gumbel noise: keys [rows, 2] int32 and token ids [rows or 1, n] int32 to float32 [rows, n].
+
+    The token with the largest logit plus noise is a draw from softmax(logits) (the Gumbel-max trick).
+    """
+    bits = _mix(_mix(ids + keys[:, :1]).add_(keys[:, 1:]))
+    # 31 bits as a number in (0, 1); small numbers, which give large noise, keep their precision.
+    uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash 32-bit integers in place, by a bijection in which each input bit flips about half of the output bits.
+
+    The constants are those of lowbias32 (https://nullprogram.com/blog/2018/07/31/). Shifts are logical: int32 keeps its
+    sign bit otherwise.
+    """
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+_OFF = float("-inf")
+
+
+def limits_likeliest(sampling: SamplingParams) -> bool:
+    """Tell whether `smallest_kept` cuts any token of a row."""
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.top_n_sigma)
+
+
+def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """Return the smallest score that all limits but typical_p keep [rows, 1], and whether `values` suffice [rows].
+
+    `values` [rows, width] are the largest of scores [rows, vocab], in descending order. Kept are the top_k largest; of
+    those the fewest that together reach top_p of their probability (nucleus sampling, Holtzman et al. 2020); of those
+    the ones with at least min_p of the largest's probability (Nguyen et al. 2024); and of those the ones whose score is
+    at most top_n_sigma standard deviations of all scores below the largest (Tang et al. 2024). Ties with the smallest
+    kept score are kept.
+    """
+    vocab, width = scores.shape[-1], values.shape[-1]
+    top_k = upload([min(sampling.top_k or vocab, vocab) for sampling in samplings], scores.device)[:, None]
+    # Where top_p is off, 2 is above any sum, so that rounding does not cut the tail.
+    top_p = upload([sampling.top_p if sampling.top_p < 1 else 2.0 for sampling in samplings], scores.device)[:, None]
+    min_p = [math.log(sampling.min_p) if sampling.min_p > 0 else _OFF for sampling in samplings]
+    ranks = torch.arange(width, device=scores.device)
+    among_k = values.masked_fill(ranks >= top_k, _OFF)
+    # Probabilities are relative to the top_k tokens, which are all tokens where top_k is off.
+    everything = scores.logsumexp(-1, keepdim=True)
+    total = torch.where(top_k <= width, among_k.logsumexp(-1, keepdim=True), everything)
+    before = (among_k - total).exp_().cumsum(-1).roll(1, -1)
+    before[:, 0] = 0
+    keep = ((before < top_p) & (ranks < top_k)).sum(-1, keepdim=True)
+    smallest = values.gather(-1, keep - 1).maximum(values[:, :1] + upload(min_p, scores.device)[:, None])
+    if any(sampling.top_n_sigma for sampling in samplings):
+        sigmas = upload([sampling.top_n_sigma for sampling in samplings], scores.device)[:, None]
+        lowest = values[:, :1] - sigmas * _deviation(scores)
+        smallest = torch.where(sigmas > 0, smallest.maximum(lowest), smallest)
+    if width == vocab:
+        return smallest, torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
+    decided = (top_k <= width) | (top_k == vocab)
+    # Beyond `values` there may be ties with their smallest.
+    return smallest, (decided & (smallest > values[:, -1:]))[:, 0]
+
+
+def _deviation(scores: Tensor) -> Tensor:
+    """Return the standard deviation [rows, 1] of the finite scores of each row; those of forbidden ids are -inf."""
+    finite = scores.isfinite()
+    count = finite.sum(-1, keepdim=True)
+    mean = scores.masked_fill(~finite, 0.0).sum(-1, keepdim=True) / count
+    return ((scores - mean).masked_fill(~finite, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
+
+
+def mask_atypical(scores: Tensor, samplings: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
+    """Return scores [rows, vocab] with -inf where typical_p cuts, and whether `width` tokens suffice [rows].
+
+    Kept are the tokens whose information is closest to the entropy, the fewest that together reach typical_p of the
+    probability (locally typical sampling, Meister et al. 2022), and ties with the last of them.
+    """
+    mass = upload([sampling.typical_p if sampling.typical_p < 1 else 2.0 for sampling in samplings], scores.device)
+    logprobs = scores.log_softmax(-1)
+    probabilities = logprobs.exp()
+    entropy = -(logprobs * probabilities).nansum(-1, keepdim=True)
+    distance = (-logprobs - entropy).abs_()
+    ordered, order = distance.topk(width, dim=-1, largest=False)
+    short = (probabilities.gather(-1, order).cumsum_(-1) < mass[:, None]).sum(-1, keepdim=True)
+    farthest = ordered.gather(-1, short.clamp(max=width - 1))
+    enough = (short < width) | (width == scores.shape[-1])
+    return scores.masked_fill(distance > farthest, _OFF), enough[:, 0]
+
+
+# Bounds of a penalty: with it, a float32 logit multiplied or divided by the penalty stays finite.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
+
+class Adjustments:
+    """A sequence's logit bias, and its distinct ids with their counts in the answer; updated token by token."""
+
+    def __init__(self, sampling: SamplingParams, prompt_length: int) -> None:
+        self.penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        self._penalizes = sampling.penalizes
+        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
+        self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
+        self.allowed_ids = np.array(sampling.allowed_token_ids, dtype=np.int64)
+        self.ids = array("q")
+        self.counts = array("i")
+        self._places: dict[int, int] = {}
+        self._prompt_length = prompt_length
+        # Only the repetition penalty counts the prompt.
+        self._seen = prompt_length if sampling.repetition_penalty == 1.0 else 0
+
+    def catch_up(self, ids: Sequence[int]) -> None:
+        """Count the ids, of prompt and answer so far, that are new since the last call."""
+        if not self._penalizes:
+            return
+        for position in range(self._seen, len(ids)):
+            place = self._places.setdefault(ids[position], len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(ids[position])
+                self.counts.append(0)
+            if position >= self._prompt_length:
+                self.counts[place] += 1
+        self._seen = len(ids)
+
+
+def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[Collection[int]]) -> None:
+    """Change float32 scores [rows, vocab] in place, each row by its own adjustments and banned ids."""
+    biased = [(row, each) for row, each in enumerate(rows) if each and len(each.bias_ids)]
+    if biased:
+        where = _places(scores, [(row, each.bias_ids) for row, each in biased])
+        scores.index_put_(where, _tensor([each.bias for _, each in biased], scores), accumulate=True)
+    penalized = [(row, each) for row, each in enumerate(rows) if each and len(each.ids)]
+    if penalized:
+        _penalize(scores, penalized)
+    pairs = [(row, token) for row, ids in enumerate(banned) for token in ids]
+    if pairs:
+        index = upload(pairs, scores.device)
+        # A number of Python's would be copied to the device, for which the host waits.
+        scores[index[:, 0], index[:, 1]] = scores.new_full((), float("-inf"))
+    restricted = [(row, each.allowed_ids) for row, each in enumerate(rows) if each and len(each.allowed_ids)]
+    if restricted:
+        where = _places(scores, restricted)
+        allowed = scores[where]
+        scores.index_fill_(0, upload([row for row, _ in restricted], scores.device), float("-inf"))
+        scores[where] = allowed
+
+
+def _penalize(scores: Tensor, rows: Sequence[tuple[int, Adjustments]]) -> None:
+    where = _places(scores, [(row, np.asarray(each.ids)) for row, each in rows])
+    counts = _tensor([np.asarray(each.counts) for _, each in rows], scores)
+    penalties = np.repeat([each.penalties for _, each in rows], [len(each.ids) for _, each in rows], axis=0)
+    repetition, frequency, presence = upload(penalties, scores.device).unbind(1)
+    repetition = repetition.clamp(_SMALLEST, _LARGEST).float()
+    values = scores[where]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    scores[where] = values - frequency.float() * counts - presence.float() * (counts > 0)
+
+
+def _places(scores: Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Return the index of the given ids in the given rows of scores."""
+    numbers = np.repeat([row for row, _ in rows], [len(ids) for _, ids in rows])
+    ids = np.concatenate([ids for _, ids in rows])
+    return upload(numbers, scores.device), upload(ids, scores.device)
+
+
+def _tensor(parts: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    return upload(np.concatenate(parts), like.device).to(like.dtype)
+
+
+# Numbers of likeliest tokens that are sorted: for a small top_k, and for any other limit. Where they are too few for a
+# row (a flat distribution and a high top_p), the number is multiplied by _WIDER until they suffice.
+_FEW = 128
+_LIKELY = 1024
+_WIDER = 8
+# Bounds of the temperature, which keep a float32 difference of logits divided by it finite.
+COLDEST, HOTTEST = 1e-30, 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The parameters of one row's draw besides its logits. `position` is the token's position in its sequence."""
+
+    sampling: SamplingParams
+    choice: int
+    position: int
+    banned_ids: frozenset[int] = frozenset()
+    adjustments: Adjustments | None = None
+    # The ids that the answer's grammar allows: a bit for each, int32 [words]; None: all.
+    allowed: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The limits of a row, and the number of likeliest tokens sorted for them; width 0 where no limit applies."""
+
+    width: int
+    likely: bool = False
+    typical: bool = False
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Choose a token id for each row of logits [rows, vocab]: int64 [rows], -1 where a row's logits are NaN.
+
+    A row's result does not depend on the other rows. `logits` become -inf where a row's grammar forbids an id, and are
+    not changed otherwise. On CUDA the host does not wait for the result.
+    """
+    forbid_ids(logits, [draw.allowed for draw in draws])
+    if logits.device.type == "cuda":
+        from loraplex.worker.engine.sampling.cuda import sample_with_triton  # Triton is there only with CUDA
+
+        return sample_with_triton(logits, draws)
+    best, chosen = logits.max(dim=-1)
+    # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
+    usable = best.isfinite()
+    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    adjusted = [
+        row
+        for row, draw in enumerate(draws)
+        if not draw.sampling.temperature > 0 and (draw.adjustments or draw.banned_ids)
+    ]
+    if random or adjusted:
+        index = upload(random + adjusted, logits.device)
+        some = [draws[row] for row in random + adjusted]
+        scores = logits[index].float()
+        adjust_logits(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
+        best, picked = scores.max(dim=-1)
+        usable[index] &= best.isfinite()
+        if random:
+            count = len(random)
+            # The largest is subtracted first, so that a tiny temperature does not make finite logits infinite.
+            picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count])
+        chosen[index] = picked
+    return chosen.masked_fill(~usable, -1)
+
+
+def _sample_random(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Draw an id [rows] from scores [rows, vocab] whose largest is 0; changes the scores."""
+    device, vocab = scores.device, scores.shape[-1]
+    temperature = upload([min(max(draw.sampling.temperature, COLDEST), HOTTEST) for draw in draws], device)
+    scores.div_(temperature[:, None])
+    keys = [row_key(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
+    keys_tensor = upload(keys, device, torch.int32)
+    chosen = torch.empty(len(draws), dtype=torch.int64, device=device)
+    by_look: dict[_Look, list[int]] = {}
+    for row, draw in enumerate(draws):
+        by_look.setdefault(_look(draw.sampling, vocab), []).append(row)
+    while by_look:
+        look, rows = by_look.popitem()
+        index = upload(rows, device)
+        ids, decided = _draw_among(scores[index], [draws[row].sampling for row in rows], keys_tensor[index], look)
+        chosen[index] = ids
+        if look.width in (0, vocab):
+            continue
+        undecided = [row for row, done in zip(rows, decided.tolist(), strict=True) if not done]
+        if undecided:
+            wider = replace(look, width=min(look.width * _WIDER, vocab))
+            by_look.setdefault(wider, []).extend(undecided)
+    return chosen
+
+
+def _look(sampling: SamplingParams, vocab: int) -> _Look:
+    """Return what to sort for a row; must not depend on other rows, or its result might."""
+    likely = limits_likeliest(sampling)
+    if sampling.typical_p < 1:
+        return _Look(min(_LIKELY, vocab), likely, typical=True)
+    if 0 < sampling.top_k <= _FEW // 2:
+        return _Look(min(_FEW, vocab), likely)
+    return _Look(min(_LIKELY, vocab) if likely else 0, likely)
+
+
+def _draw_among(
+    scores: Tensor, samplings: Sequence[SamplingParams], keys: Tensor, look: _Look
+) -> tuple[Tensor, Tensor]:
+    """Draw ids [rows] from scores [rows, vocab]; also return whether `look.width` tokens sufficed [rows]."""
+    enough = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
+    if look.likely:
+        values, ids = scores.topk(look.width, dim=-1)
+        smallest, enough = smallest_kept(scores, values, samplings)
+        if not look.typical:
+            drawn = values.masked_fill(values < smallest, float("-inf")) + gumbel_noise(keys, ids.int())
+            return ids.gather(-1, drawn.max(-1, keepdim=True).indices)[:, 0], enough
+        scores = scores.masked_fill(scores < smallest, float("-inf"))
+    if look.typical:
+        scores, decided = mask_atypical(scores, samplings, look.width)
+        enough = enough & decided
+    every_id = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)[None]
+    return (scores + gumbel_noise(keys, every_id)).max(-1).indices, enough

@@ -1,0 +1,450 @@
+"""Decides which sequences the next step computes, and takes the tokens that it samples.
+
+One step of an engine:
+
+    outputs = scheduler.take_arrivals()             adapters that arrived; answers that were complete on arrival
+    batch = scheduler.schedule()                    decodes first, prefill chunks with what is left of step_tokens
+    if batch:
+        sampled = run the model on batch.rows       one id for each row with `samples`, in order
+        outputs += scheduler.commit(batch, sampled)
+
+An engine that steps ahead schedules the next batch before it commits this one, whose ids are placeholders meanwhile
+(see sequence.py). Batches are committed in the order in which they were scheduled; a batch that could not be run is
+revoked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Ids
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Any
+
+from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.admission import (
+    RUN_TOKENS,
+    RowShares,
+    RunningSequences,
+    WaitingSequences,
+    by_rank,
+)
+from loraplex.worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
+from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
+from loraplex.worker.engine.scheduling.grammars import GrammarThread, Prepared
+from loraplex.worker.engine.scheduling.sequence import (
+    OUT_OF_MEMORY,
+    Batch,
+    Row,
+    Sequence,
+    SequenceState,
+    adapter_failure,
+    check_sequence,
+    output_of,
+)
+from loraplex.worker.engine_api import EngineLimits, EngineStats, Failure, NewSequence, Output, SequenceRefusedError
+
+
+class MemoryCeilings:
+    """The maximum number of running sequences, and of tokens in a step's chunks.
+
+    They fall when a step runs out of memory, and rise again as sequences end.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._unlimited_tokens = limits.rows * limits.max_tokens
+        self.rows = limits.rows
+        self.chunk_tokens = self._unlimited_tokens
+
+    def lower(self, batch: Batch, running: RunningSequences) -> Sequence | None:
+        """Make the next batch smaller than this one, for which memory was not enough; return one that was alone.
+
+        Where chunks were most of it, they are halved from now on; else the last sequence in rank is preempted, and its
+        place stays empty.
+        """
+        chunk_tokens = batch.tokens - batch.decodes
+        if chunk_tokens > batch.decodes:
+            self.chunk_tokens = chunk_tokens // 2
+            return None
+        last = max((row.sequence for row in batch.rows), key=by_rank)
+        if len(batch.rows) == 1:
+            return last
+        running.preempt(last)
+        self.rows = len(running)
+        return None
+
+    def lift(self) -> None:
+        """Allow one more sequence and twice the tokens, because a sequence has ended and freed its memory."""
+        self.rows = min(self.rows + 1, self._limits.rows)
+        self.chunk_tokens = min(2 * self.chunk_tokens, self._unlimited_tokens)
+
+
+_by_slot = attrgetter("sequence.adapter_slot")
+
+
+class BatchPlan:
+    """Rows of one id and chunks of prompts, in the order in which they were scheduled."""
+
+    def __init__(self) -> None:
+        self.singles: list[Row] = []
+        self._chunks: list[Row] = []
+
+    def add_row(self, sequence: Sequence, count: int) -> None:
+        """Add a sequence's next `count` ids: they count as computed, and a placeholder follows if one is sampled."""
+        start = sequence.computed
+        sequence.computed = start + count
+        samples = sequence.computed == sequence.length
+        sequence.placeholders += samples
+        (self.singles if count == 1 else self._chunks).append(Row(sequence, start, count, samples, sequence.epoch))
+
+    def add_chunk(self, sequence: Sequence, budget: ChunkBudget) -> None:
+        """Add as many of a sequence's next ids as the budget allows, if any."""
+        count = budget.take(sequence.computed, sequence.length - sequence.computed)
+        if count:
+            self.add_row(sequence, count)
+
+    def batch(self) -> Batch | None:
+        """Return the batch, or None where there are no rows."""
+        if not self.singles and not self._chunks:
+            return None
+        self.singles.sort(key=_by_slot)
+        self._chunks.sort(key=_by_slot)
+        tokens = len(self.singles) + sum(row.count for row in self._chunks)
+        return Batch((*self.singles, *self._chunks), len(self.singles), tokens)
+
+
+class SequenceScheduler(ABC):
+    """The sequences of an engine, from their arrival to their end, and the adapters that they wait for. One thread.
+
+    `on_begun` is called with a sequence's id before anything is computed of it.
+    """
+
+    # The KV cache's blocks; None without a KV cache.
+    blocks: BlockManager | None = None
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        adapters: AdapterCache[Any],
+        on_begun: Callable[[str], None],
+        run_tokens: int = RUN_TOKENS,
+    ) -> None:
+        self.limits = limits
+        self._adapters = adapters
+        self._on_begun = on_begun
+        self._shares = RowShares(run_tokens)
+        self._waiting = WaitingSequences(adapters, self._shares)
+        self._sequences: dict[str, Sequence] = {}
+        # Counts since the start; see EngineStats.
+        self._taken = self._steps = self._computed_tokens = self._prefix_queries = self._prefix_hits = 0
+
+    @abstractmethod
+    def add_sequence(self, spec: NewSequence) -> None:
+        """Take a sequence, and request its adapter where it is not resident. Raises SequenceRefusedError."""
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Tell whether the next step would do anything now."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Return what is held now."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise an integrity error unless exactly the running sequences hold blocks and pins. Takes time O(blocks)."""
+
+    @abstractmethod
+    def _end(self, sequence: Sequence) -> None:
+        """Forget a sequence, and free all that it holds."""
+
+    def abort(self, sequence_id: str) -> None:
+        """Forget a sequence and free all it holds; unknown ids are ignored."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence:
+            self._end(sequence)
+
+    def fail(self, sequence_ids: Iterable[str], failure: Failure) -> list[Output]:
+        """End these sequences with a failure; unknown ids are ignored."""
+        outputs = []
+        for sequence_id in sequence_ids:
+            sequence = self._sequences.get(sequence_id)
+            if sequence:
+                self._end(sequence)
+                outputs.append(output_of(sequence, (), FinishReason.FAILED, failure))
+        return outputs
+
+    def _new_sequence(self, spec: NewSequence, end_token_ids: frozenset[int]) -> Sequence:
+        """Check and count a new sequence. Raises SequenceRefusedError."""
+        check_sequence(spec, self.limits)
+        if spec.sequence_id in self._sequences:
+            raise SequenceRefusedError("sequence_id", f"{spec.sequence_id} is running already")
+        sequence = Sequence(spec, self._taken, end_token_ids)
+        self._taken += 1
+        return sequence
+
+    def _take_adapters(self, *, busy: bool) -> list[Output]:
+        """Let in adapters that are ready; end the sequences whose adapter could not be loaded."""
+        outputs: list[Output] = []
+        arrivals = self._adapters.poll(busy=busy)
+        for digest in arrivals.arrived:
+            self._waiting.arrived(digest)
+        for digest, error in arrivals.failed:
+            ids = [sequence.sequence_id for sequence in self._waiting.parked_for(digest)]
+            outputs += self.fail(ids, adapter_failure(digest, error))
+        return outputs
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Let the sequence run that the waiting list has just returned, and count what the prefix cache has of it."""
+        self._waiting.take(sequence)
+        if sequence.cached_tokens is None:
+            self._on_begun(sequence.sequence_id)
+            sequence.cached_tokens = sequence.computed
+            if self.blocks is not None:
+                self._prefix_queries += len(sequence.ids)
+                self._prefix_hits += sequence.computed
+
+    def _stats(self, rows_running: int, preemptions: int) -> EngineStats:
+        slots, blocks = self._adapters.slots, self.blocks
+        return EngineStats(
+            steps=self._steps,
+            rows_running=rows_running,
+            rows_waiting=len(self._waiting),
+            blocks_free=self.limits.blocks if blocks is None else blocks.free,
+            blocks_cached=0 if blocks is None else blocks.cached,
+            blocks_referenced=0 if blocks is None else blocks.referenced,
+            slots_used=slots.used,
+            slots_pinned=slots.pinned,
+            adapters=slots.digests,
+            sequences_taken=self._taken,
+            adapter_hits=self._waiting.hits,
+            adapter_misses=self._waiting.misses,
+            tiers=self._adapters.tiers,
+            preemptions=preemptions,
+            computed_tokens=self._computed_tokens,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+
+class Scheduler(SequenceScheduler):
+    """Continuous batching with preemption by recomputing; rows are shared by tenants (admission.py). One thread.
+
+    Of a tenant's sequences the first to come is the first to run, with priorities. A step's work is O(batch and tenants
+    that wait). `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a chunk sizer its chunks get of
+    them what that allows.
+    """
+
+    blocks: BlockManager
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        end_token_ids: Iterable[int],
+        step_tokens: int,
+        adapters: AdapterCache[Any],
+        chunk_sizer: ChunkSizer | None = None,
+        on_begun: Callable[[str], None] = lambda sequence_id: None,
+        run_tokens: int = RUN_TOKENS,
+        grammars: GrammarThread | None = None,
+    ) -> None:
+        super().__init__(limits, adapters, on_begun, run_tokens)
+        # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
+        self.step_tokens = max(step_tokens, limits.rows)
+        self.blocks = BlockManager(limits.blocks, limits.block_size)
+        self._end_ids = frozenset(end_token_ids)
+        self._grammars = grammars
+        self._chunk_sizer = chunk_sizer
+        self._running = RunningSequences(self.blocks, self._waiting, adapters, self._shares)
+        self._ceilings = MemoryCeilings(limits)
+        self._complete: list[Output] = []
+
+    def add_sequence(self, spec: NewSequence) -> None:
+        """See SequenceScheduler."""
+        if spec.grammar and self._grammars is None:
+            raise SequenceRefusedError("format", "this engine serves no formats")
+        sequence = self._new_sequence(spec, self._end_ids)
+        finish = sequence.finish()
+        if finish:
+            sequence.move_to(SequenceState.ENDED)
+            self._complete.append(output_of(sequence, (), finish))
+            return
+        self._sequences[spec.sequence_id] = sequence
+        if spec.grammar and self._grammars is not None:
+            self._grammars.request(spec)
+        else:
+            self._waiting.enter(sequence)
+
+    def has_work(self) -> bool:
+        """See SequenceScheduler."""
+        busy = self._running or self._complete or self._waiting.ready or self._adapters.has_work()
+        return bool(busy) or (self._grammars is not None and self._grammars.has_work())
+
+    def take_arrivals(self) -> list[Output]:
+        """Let in adapters and grammars that are ready; end the sequences whose adapter or grammar could not be."""
+        outputs, self._complete = self._complete, []
+        for sequence_id, grammar in self._grammars.poll() if self._grammars is not None else ():
+            outputs += self._take_grammar(self._sequences[sequence_id], grammar)
+        return outputs + self._take_adapters(busy=bool(self._running))
+
+    def _take_grammar(self, sequence: Sequence, grammar: Prepared) -> list[Output]:
+        if isinstance(grammar, Failure):
+            return self.fail([sequence.sequence_id], grammar)
+        sequence.grammar = grammar
+        finish = sequence.finish()
+        if finish is None:
+            self._waiting.enter(sequence)
+            return []
+        self._end(sequence)
+        return [output_of(sequence, (), finish)]
+
+    def schedule(self) -> Batch | None:
+        """Return the rows of the next step, with blocks for all of them; None where no sequence can run."""
+        self._make_room()
+        plan = BatchPlan()
+        prefilling: list[Sequence] = []
+        decodes: list[int] = []
+        running, index = self._running.in_rank, 0
+        # From the first in rank on; preemption takes the present one, or later ones.
+        while index < len(running):
+            sequence = running[index]
+            index += 1
+            computed = sequence.computed
+            if sequence.waits_for_ids:
+                decodes.append(computed)
+                continue
+            if sequence.length - computed > 1:
+                prefilling.append(sequence)
+            elif computed < len(sequence.block_table) * self.limits.block_size or self._running.extend(sequence):
+                plan.add_row(sequence, 1)
+                decodes.append(computed)
+            else:
+                index -= 1
+        self._add_chunks(plan, self._chunk_budget(decodes, len(plan.singles), len(prefilling)), prefilling)
+        return plan.batch()
+
+    def _make_room(self) -> None:
+        """Let the next sequence that waits take the row and blocks that it lacks from tenants above their share."""
+        sequence = self._waiting.head(self.limits.rows)
+        if sequence is not None:
+            self._running.yield_to(sequence, len(self._running) + 1 - self._ceilings.rows)
+
+    def _admit(self, passed: Collection[str] = ()) -> Sequence | None:
+        """Let the next sequence run that waits, but none of the tenants `passed`; None where rows or blocks lack."""
+        if len(self._running) >= self._ceilings.rows:
+            return None
+        sequence = self._waiting.head(self.limits.rows)
+        if sequence is not None and sequence.spec.tenant in passed and self.blocks.shortage(sequence) <= 0:
+            sequence = self._waiting.head(self.limits.rows, passed)
+        # A sequence that waits for blocks is not overtaken: a long prompt might wait for ever.
+        if sequence is None or sequence.spec.tenant in passed or not self.blocks.allocate(sequence):
+            return None
+        self._begin(sequence)
+        self._running.start(sequence)
+        return sequence
+
+    def _add_chunks(self, plan: BatchPlan, budget: ChunkBudget, prefilling: list[Sequence]) -> None:
+        """Schedule chunks of prompts: one of each tenant, with equal shares of the budget, then the others in rank.
+
+        What a tenant's prompt leaves of its share is for those of the others, the shortest first. So a long prompt
+        delays the short ones of other tenants by a step or two, and gets its tenant's share itself.
+        """
+        firsts = {sequence.spec.tenant: sequence for sequence in reversed(prefilling)}
+        while budget.room_for(len(firsts) + 1) and (newcomer := self._admit(firsts)) is not None:
+            firsts[newcomer.spec.tenant] = newcomer
+        shortest_first = sorted(firsts.values(), key=lambda first: first.length - first.computed)
+        for parts, sequence in zip(range(len(firsts), 0, -1), shortest_first, strict=True):
+            share = budget.split(parts)
+            if share.room_for(1):
+                plan.add_chunk(sequence, share)
+            budget.join(share)
+        for sequence in prefilling:
+            if budget.room_for(1) and firsts[sequence.spec.tenant] is not sequence:
+                plan.add_chunk(sequence, budget)
+        while budget.room_for(1) and (newcomer := self._admit()) is not None:
+            plan.add_chunk(newcomer, budget)
+
+    def commit(
+        self,
+        batch: Batch,
+        sampled: Ids[int],
+        logprobs: Iterable[TokenLogprobs | None] = (),
+        failures: Mapping[Row, Failure] | None = None,
+    ) -> list[Output]:
+        """Take what a step has computed: one id for each row with `samples`, in order.
+
+        `logprobs` are of the same rows; they may be left out where nobody asks for them. The sequences of `failures`
+        end. Rows of sequences that were stopped since are skipped.
+        """
+        self._steps += 1
+        self._computed_tokens += batch.tokens
+        block_size = self.limits.block_size
+        outputs = []
+        ids = zip_longest(sampled, logprobs)
+        for row in batch.rows:
+            sequence = row.sequence
+            token, logprob = next(ids) if row.samples else (None, None)
+            if not row.live:
+                continue
+            if failures and row in failures:
+                outputs += self.fail([sequence.sequence_id], failures[row])
+                continue
+            computed = row.start + row.count
+            if computed // block_size > sequence.registered:
+                self.blocks.register(sequence, computed)
+            if token is None:
+                continue
+            taken = sequence.take(token)
+            if taken and sequence.grammar and (failure := sequence.grammar.advance(token)):
+                outputs += self.fail([sequence.sequence_id], failure)
+                continue
+            finish = sequence.finish()
+            if finish:
+                self._end(sequence)
+            outputs.append(output_of(sequence, taken, finish, logprobs=(logprob,) if logprob and taken else ()))
+        return outputs
+
+    def revoke(self, batch: Batch) -> list[Output]:
+        """Undo the scheduling of the last batch, for which memory was not enough: the next batch is smaller.
+
+        A sequence that was alone fails. Some may have ended since, with the step before.
+        """
+        batch = batch.live()
+        if not batch.rows:
+            return []
+        batch.unschedule()
+        alone = self._ceilings.lower(batch, self._running)
+        return self.fail([alone.sequence_id], OUT_OF_MEMORY) if alone else []
+
+    def stats(self) -> EngineStats:
+        """See SequenceScheduler."""
+        return self._stats(len(self._running), self._running.preemptions)
+
+    def check(self) -> None:
+        """See SequenceScheduler."""
+        self._running.check()
+
+    def _chunk_budget(self, decodes: list[int], singles: int, prefilling: int) -> ChunkBudget:
+        tokens = min(self.step_tokens - singles, self._ceilings.chunk_tokens)
+        if self._chunk_sizer is None:
+            return ChunkBudget(tokens)
+        admissible = min(self._waiting.ready, self._ceilings.rows - len(self._running))
+        return self._chunk_sizer.budget(tokens, decodes, prefilling + max(0, admissible))
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.RUNNING:
+            self._running.stop(sequence)
+            sequence.move_to(SequenceState.ENDED)
+            self._ceilings.lift()
+        elif sequence.state is SequenceState.ARRIVED:
+            if self._grammars is not None:
+                self._grammars.withdraw(sequence.sequence_id)
+            sequence.move_to(SequenceState.ENDED)
+        else:
+            self._waiting.leave(sequence)
+        del self._sequences[sequence.sequence_id]
+        if not self._sequences and self.blocks.referenced:
+            raise BlockIntegrityError(f"{self.blocks.referenced} blocks are referenced by no sequence")
