@@ -2,8 +2,9 @@
 
 Clusters of up to 1,000 workers and 100,000 adapters run in virtual time and show how often a job's worker has its
 adapter, how long jobs wait, how service is shared, and how often workers claim. The cost of a claim is measured on a
-real Valkey and gives the number of workers that a cell serves; so is that of many routers' looks at all workers. With
---write-docs its figures and plots go into docs/results/scaling.md.
+real Valkey and gives the number of workers that a cell serves; so is that of many routers' looks at all workers, and
+the time for which they wait for a ledger that has lost its data. With --write-docs its figures and plots go into
+docs/results/scaling.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bench.command import run_command
 from bench.plots import PLOTS, Panel, draw
 from bench.report import Aim, Report, progress
 from bench.scaling_cluster import REPORT_MS, Result, Scale, VirtualCluster
+from bench.scaling_ledger import measure_recovery
 from bench.scaling_redis import (
     CHARGE,
     CLAIM,
@@ -40,6 +42,7 @@ AIMS = {
     "jobs_per_s_of_one_cell": Aim(at_least=3_000),
     "workers_of_one_cell": Aim(),
     "cores_of_looks": Aim(at_most=0.1),
+    "recovery_s": Aim(at_most=5),
 }
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 # Maximum share of a core that a cell's Redis should use, so that it has reserves for bursts.
@@ -65,8 +68,9 @@ class Setup:
     middle: int = 100
     few: int = 20
     flood: int = 24_000
-    # Routers that look at all workers and renew their reservations.
+    # Routers that look at all workers and renew their reservations; accounts in the store when Redis loses the ledger.
     routers: int = 100
+    accounts: int = 50_000
 
 
 FULL = Setup(
@@ -87,6 +91,7 @@ QUICK = Setup(
     middle=20,
     few=5,
     flood=3_000,
+    accounts=2_000,
 )
 _UNIFORM, _SKEWED, _FIRST_FREE = "rendezvous, uniform", "rendezvous, skewed", "first free worker, uniform"
 # Skew of the adapters' popularity, as in the published trace.
@@ -125,6 +130,8 @@ def measure(setup: Setup, quick: bool) -> Report:
     progress("timing the scripts on a real server")
     costs = measure_costs(setup.calls)
     looks = measure_looks(max(setup.workers), setup.routers)
+    progress("wiping the ledger")
+    recovery_s = measure_recovery(setup.accounts, setup.routers)
     by_size = {run.scale.workers: run for run in sizes if run.name == _UNIFORM}
     share = {workers: _core_share(run, costs) for workers, run in by_size.items()}
     at_100 = {run.name: run for run in sizes if run.scale.workers == max(s for s in setup.workers if s <= 100)}
@@ -162,6 +169,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             "jobs_per_s_of_one_cell": _CORE_SHARE / share[largest] * _row(by_size[largest])["jobs/s"],
             "workers_of_one_cell": _CORE_SHARE / share[largest] * largest,
             "cores_of_looks": sum(looks.values()),
+            "recovery_s": recovery_s,
         },
         aims=AIMS,
         draw=lambda: _plot(sizes, loads, share),

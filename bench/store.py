@@ -97,7 +97,7 @@ async def _measure_imports(directory: Path, setup: Setup) -> dict[str, float]:
             with (folder / WEIGHTS_FILE).open("wb") as file:
                 for _ in range(setup.weight_mb):
                     file.write(os.urandom(1_000_000))
-            store = _store(directory / f"data{repeat}", "--sources", str(sources))
+            store = running_store(directory / f"data{repeat}", "--sources", str(sources))
             async with store as (process, address, _), AsyncStoreClient(address, "acme") as client:
                 await _register(client)
                 before = _peak_mb(process.pid)
@@ -116,13 +116,13 @@ async def _measure_imports(directory: Path, setup: Setup) -> dict[str, float]:
 
 async def _measure_catalog(directory: Path, setup: Setup) -> dict[str, float]:
     data = directory / "large"
-    async with _store(data) as (_, address, _), AsyncStoreClient(address, "acme") as client:
+    async with running_store(data) as (_, address, _), AsyncStoreClient(address, "acme") as client:
         await _register(client)
     progress(f"a catalog of {setup.adapters} adapters")
     with closing(Database(data / "catalog.db")) as database:
         _fill(database, setup.adapters)
     (data / "blobs" / _NOTHING.removeprefix("sha256:")).write_bytes(b"")
-    async with _store(data) as (_, address, start_s), AsyncStoreClient(address, "acme") as client:
+    async with running_store(data) as (_, address, start_s), AsyncStoreClient(address, "acme") as client:
         pages = [await _page_ms(address) for _ in range(20)]
         router = StoreClient(address)
         await router.resolve("acme", "adapter-00000777")
@@ -207,7 +207,7 @@ def _peak_mb(pid: int) -> float:
 
 
 @asynccontextmanager
-async def _store(data: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, float]]:
+async def running_store(data: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, float]]:
     """Run a store process; yields it, its address, and the seconds of its start."""
     start = time.perf_counter()
     process = await asyncio.create_subprocess_exec(

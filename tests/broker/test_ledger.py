@@ -593,6 +593,18 @@ async def test_counts_of_accounts_only_grow_when_they_are_filled(cluster: Cluste
     assert (await cluster.account("other"))["day_tokens"] == 7
 
 
+async def test_accounts_of_the_store_that_redis_has_by_now_are_not_written_again(cluster: Cluster) -> None:
+    ledger, day = await cluster.router("a"), cluster.clock.now_ms // 86_400_000
+    saved = [Counts(f"t{number}", day=day, day_tokens=number) for number in range(300)]
+    await cluster.redis.config_resetstat()
+    await ledger.load(saved)
+    await ledger.load(saved)
+    stats: Any = await cluster.redis.info("commandstats")
+    assert [stats[f"cmdstat_{command}"]["calls"] for command in ("fcall", "set")] == [2, 300]
+    await ledger.load([*saved[1:], Counts("t0", day=day + 1, day_tokens=1), Counts("t1", day=day - 1, day_tokens=9)])
+    assert [(await cluster.account(f"t{number}"))["day_tokens"] for number in range(3)] == [1, 1, 2]
+
+
 async def test_a_reservation_of_a_full_month_of_routers_costs_no_look_at_accounts(cluster: Cluster) -> None:
     """An idle router costs a call a second, however many accounts there are."""
     for number in range(500):

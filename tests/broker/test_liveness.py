@@ -145,6 +145,7 @@ async def test_many_routers_share_one_look_at_the_workers(redis: Redis) -> None:
     liveness = [Liveness(redis, KEYS) for _ in range(40)]
     for number in range(100):
         await liveness[0].beat(worker(f"w{number:02}"))
+        await redis.pexpire(KEYS.worker(f"w{number:02}-inc"), 600_000)
     await asyncio.gather(*(one.take_census(f"router{number}") for number, one in enumerate(liveness)))
     before = await calls()
     await asyncio.gather(*(one.take_census(f"router{number}") for number, one in enumerate(liveness)))

@@ -30,7 +30,7 @@ from loraplex.contracts.broker.keys import LEDGER
 
 _T = TypeVar("_T")
 
-# Maximum reservations, accounts or events in one call: a function stops the whole server while it runs.
+# Maximum reservations, accounts or events of its own that a router tells in one call, which stops the whole server.
 _AT_ONCE = 128
 # Time in seconds for which charges are kept, to tell a Redis that has lost them. Routers save accounts and write events
 # within a second, but another may read the store's accounts before.
@@ -229,23 +229,18 @@ class Ledger:
         With `closes` it opens once the store's accounts are loaded, and others had the time to tell theirs.
         """
         recent = [one for _, one in self._recent]  # which may be longer ago after the first call
-        accounts, events = dict(self.unsaved), [one for one in recent if isinstance(one, list)]
-        for one in recent:
-            if isinstance(one, Counts):
-                accounts[one.name] = max(one, accounts.get(one.name, one))
+        counts = sorted([*self.unsaved.values(), *(one for one in recent if isinstance(one, Counts))])
+        accounts = {one.name: one for one in counts}  # the latest of each
+        events = [one for one in recent if isinstance(one, list)]
         await self._tell(step="restart")
-        for some in _chunks(reservations):
-            await self._tell(step="fill", reservations=some)
-        for counts in _chunks([*accounts.values()]):
-            await self._tell(step="fill", accounts=counts)
-        for lost in _chunks(events):
-            await self._tell(step="fill", events=lost)
+        for part, told in (("reservations", reservations), ("accounts", [*accounts.values()]), ("events", events)):
+            for some in _chunks(told):
+                await self._tell(step="fill", **{part: some})
         await self._tell(step="close" if closes else "open")
 
     async def load(self, saved: Sequence[Counts]) -> None:
-        """Load some of the store's accounts, for all routers: the one whose error said that it `loads`."""
-        for accounts in _chunks(saved):
-            await self._tell(step="load", accounts=accounts)
+        """Load a page of the store's accounts, for all routers: the one whose error said that it `loads`."""
+        await self._tell(step="load", accounts=saved)
 
     async def loaded(self, *, at_once: bool = False) -> None:
         """Let the ledger open, which has all accounts of the store: `at_once` where nothing was lost."""

@@ -178,7 +178,7 @@ RECOVERY_MS = 2_000
 # Time in ms after the last answer of the router that loads the store's accounts, after which another does.
 LOAD_MS = 3_000
 # Interval in ms between looks whether the accounts are loaded.
-LOAD_LOOK_MS = 50
+LOAD_LOOK_MS = 250
 # Number of times that a request may be resumed before each further one counts as a request, with its prompt.
 FREE_RESUMES = 8
 # Time in ms after which a tenant with all its streams is to call again.

@@ -41,12 +41,10 @@ function ledger.new_call(packed)
   if call.opens_at > call.now + RECOVERY_MS then call.opens_at = 0 end -- of a clock that was ahead
   -- Time in ms after which to ask again whether the ledger is open.
   call.closed_ms = math.max(0, call.opens_at - call.now, call.is_loading and LOAD_LOOK_MS or 0)
-  call.loads = false
-  if call.is_loading and not call.is_behind then
-    local expires = tonumber(loads_until)
-    call.loads = loader == call.message.router or expires <= call.now or expires > call.now + LOAD_MS
-    if call.loads then ledger.set_state(call, call.message.router) end
-  end
+  local expires = tonumber(loads_until or 0)
+  call.loads = call.is_loading and not call.is_behind
+    and (loader == call.message.router or expires <= call.now or expires > call.now + LOAD_MS)
+  if call.loads then ledger.set_state(call, call.message.router) end
   return call
 end
 
@@ -281,10 +279,14 @@ end)
 function ledger.fill(call)
   local message = call.message
   for _, saved in ipairs(message.accounts) do
-    local account = ledger.account_of(call, saved.name)
+    local key = LEDGER .. 'account:' .. saved.name
+    local packed = redis.call('GET', key)
+    local known = packed and cmsgpack.unpack(packed) or saved
+    if not packed then redis.call('SET', key, cmsgpack.pack(saved), 'PX', ACCOUNT_MS) end
     for field, window in pairs(COUNTS) do
-      if saved[field] and saved[window] >= account[window] then
-        account[field] = math.max(account[field], saved[field])
+      if saved[field] and (saved[window] ~= known[window] or saved[field] > (known[field] or 0)) then
+        local account = ledger.account_of(call, saved.name)
+        if saved[window] >= account[window] then account[field] = math.max(account[field], saved[field]) end
       end
     end
   end
@@ -343,11 +345,14 @@ function ledger.take_over(call, told)
   return told.holder
 end
 
--- End some reservations of routers that have not called for HELD_MS; return how many. `rows` are names and calls in
--- turn.
+-- End reservations of routers that have not called for HELD_MS; return how many. `rows`: names and calls in turn.
 function ledger.end_expired(call, rows)
-  local ended, latest, now = 0, 0, call.now
-  for i = 2, #rows, 2 do latest = math.max(latest, tonumber(string.match(rows[i], ' (%d+)$') or 0)) end
+  local ended, earliest, latest, now = 0, NEVER_MS, 0, call.now
+  for i = 2, #rows, 2 do
+    local expires = tonumber(string.match(rows[i], ' (%d+)$') or 0)
+    earliest, latest = math.min(earliest, expires), math.max(latest, expires)
+  end
+  if earliest > now and latest <= now + HELD_MS then return 0 end
   for i = 1, #rows, 2 do
     local router, calls, until_ms = rows[i], string.match(rows[i + 1], '^(%d+) (%d+)$')
     local expires = tonumber(until_ms or 0)
