@@ -118,6 +118,7 @@ async def _measure(setup: Setup, quick: bool) -> Report:
         quick=quick,
         setup=asdict(setup),
         rows=[row for phase in phases for row in phase.rows],
+        page_rows=[row for phase in phases[:2] for row in phase.rows],
         ratios={
             "least_granted_of_quota": min(windows) / setup.quota,
             "most_granted_of_quota_and_bound": max(windows) / (setup.quota + bound),

@@ -11,9 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Packages whose versions the page names; JSON files have more.
-_PACKAGES = ("torch", "transformers", "peft")
-
 
 class MarkersMissingError(Exception):
     """A page without the markers for a benchmark's figures."""
@@ -31,12 +28,8 @@ def rewrite(page: str, report: Mapping[str, Any]) -> str:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the report's command, machine and tables as Markdown."""
-    machine, versions = report["machine"], report["versions"]
-    packages = ", ".join(f"{package} {versions[package]}" for package in _PACKAGES if package in versions)
-    where = (
-        f"`{report['command']}` on {machine['processor']}, {machine['cores']} cores, "
-        f"load {machine['load_1_min']}; {packages}."
-    )
+    machine = report["machine"]
+    where = f"`{report['command']}` on {machine['processor']}, {machine['cores']} cores, load {machine['load_1_min']}."
     ratios = [[f"`{key}`", cell(value), report["aims"][key]] for key, value in report["ratios"].items()]
     rows = report.get("page_rows") or report["rows"]
     return "\n\n".join((where, *_tables(rows), _table(("ratio", "value", "aim"), ratios)))
