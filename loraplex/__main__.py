@@ -3,34 +3,70 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
-# Module of each process, whose `main` takes its arguments, and what `loraplex --help` says of it.
+# Module of each process, whose `main` takes its arguments, the extra that installs its packages, and what
+# `loraplex --help` says of it.
 PROCESSES = {
-    "router": ("loraplex.router.__main__", "Take gRPC calls, queue them in Redis and stream the workers' tokens back."),
-    "worker": ("loraplex.worker.__main__", "Run a base model with its adapters for the jobs of the Redis queues."),
-    "store": ("loraplex.adapter_store.__main__", "Keep base models, adapters, releases and API keys."),
-    "gateway": ("loraplex.gateway.__main__", "Serve the HTTP protocols of OpenAI, Anthropic, and LoRAX and TGI."),
-    "scaler": ("loraplex.operator.scaler.__main__", "Tell KEDA and Prometheus how many workers each model needs."),
-    "operator": ("loraplex.operator.__main__", "Bring the store to what objects of Kubernetes ask for."),
-    "backup": ("loraplex.adapter_store.backup", "Copy all that a store keeps, while it runs."),
-    "probe": ("loraplex.runtime.rpc.probe", "Exit with 0 when the process at an address serves."),
+    "router": (
+        "loraplex.router.__main__",
+        "router",
+        "Take gRPC calls, queue them in Redis and stream the workers' tokens back.",
+    ),
+    "worker": (
+        "loraplex.worker.__main__",
+        "worker",
+        "Run a base model with its adapters for the jobs of the Redis queues.",
+    ),
+    "store": ("loraplex.adapter_store.__main__", "store", "Keep base models, adapters, releases and API keys."),
+    "gateway": (
+        "loraplex.gateway.__main__",
+        "gateway",
+        "Serve the HTTP protocols of OpenAI, Anthropic, and LoRAX and TGI.",
+    ),
+    "scaler": (
+        "loraplex.operator.scaler.__main__",
+        "operator",
+        "Tell KEDA and Prometheus how many workers each model needs.",
+    ),
+    "operator": ("loraplex.operator.__main__", "operator", "Bring the store to what objects of Kubernetes ask for."),
+    "backup": ("loraplex.adapter_store.backup", "store", "Copy all that a store keeps, while it runs."),
+    "probe": ("loraplex.runtime.rpc.probe", "", "Exit with 0 when the process at an address serves."),
 }
 
 
+@contextmanager
+def _extra_installed(name: str, extra: str) -> Iterator[None]:
+    """Exit with 2, and one line that names the extra, where `name` meets a package that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "loraplex":
+            raise
+        print(
+            f"error: {name} needs {package}, which is not installed: pip install 'loraplex[{extra}]'", file=sys.stderr
+        )
+        sys.exit(2)
+
+
 def run_process(name: str, argv: Sequence[str]) -> int:
-    """Run one of PROCESSES until it ends; return its exit status."""
-    return int(import_module(PROCESSES[name][0]).main(argv))
+    """Run one of PROCESSES until it ends; return its exit status. Exits with 2 where its extra is not installed."""
+    module, extra, _ = PROCESSES[name]
+    with _extra_installed(name, extra):
+        return int(import_module(module).main(argv))
 
 
 def main() -> None:
     """Run the process or the command that the arguments name, and exit."""
     if sys.argv[1:] and sys.argv[1] in PROCESSES:
         sys.exit(run_process(sys.argv[1], sys.argv[2:]))
-    from loraplex.cli.__main__ import main as run_command
+    with _extra_installed("this command", "cli"):
+        from loraplex.cli.__main__ import main as run_command
 
-    run_command()
+        run_command()
 
 
 if __name__ == "__main__":

@@ -52,11 +52,11 @@ def _requirements(lock: str, project: Mapping[str, Any]) -> set[str]:
     """Return the names of what a lock is for: the build system's, or the project's with some extras."""
     listed = project["build-system"]["requires"]
     if lock != _BUILD:
-        extras = project["project"]["optional-dependencies"]
-        listed = [
-            *project["project"]["dependencies"],
-            *(one for extra in lock.split(",") for one in extras.get(extra, ())),
-        ]
+        extras, names = project["project"]["optional-dependencies"], lock.split(",")
+        listed = [*project["project"]["dependencies"]]
+        for extra in names:  # an extra may include others, which are then read too
+            names += [name for one in extras.get(extra, ()) for name in re.findall(r"^loraplex\[(.+)\]", one)]
+            listed += [one for one in extras.get(extra, ()) if not one.startswith("loraplex[")]
     names = (_NAME.match(one) for one in listed)
     return {_normal(name[0]) for name in names if name} - _OWN
 

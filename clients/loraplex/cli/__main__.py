@@ -78,7 +78,7 @@ _OWN_ARGUMENTS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
     "add_help_option": False,
 }
-for process, (_, description) in PROCESSES.items():
+for process, (_, _, description) in PROCESSES.items():
     app.command(process, help=description, **_OWN_ARGUMENTS)(_process)
 app.command()(generate)
 app.command()(chat)

@@ -193,7 +193,7 @@ def _run(plan: LoadPlan, router: str, url: str, out: Path) -> Done:
         try:
             from loraplex.loadtest.http_sender import check_url, find_target
         except ImportError as error:
-            raise CommandError("--url needs httpx2, which comes with loraplex[gateway]") from error
+            raise CommandError("--url needs httpx2: pip install 'loraplex[loadtest]'") from error
         target, pool = find_target(plan, check_url(url))
     else:
         with explained("router", router):

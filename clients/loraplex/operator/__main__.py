@@ -20,8 +20,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = read_settings(OperatorSettings, "operator", argv, os.environ)
         set_up_logging("operator", settings.log_format, settings.log_level)
-        # Imported late: it needs kopf, which the settings have looked for.
-        from loraplex.operator.app import KubernetesGone, run
+        from loraplex.operator.app import KubernetesGone, run  # kopf, which --help and a wrong flag do not need
 
         try:
             uvloop.run(run(settings))

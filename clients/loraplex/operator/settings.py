@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loraplex.runtime.rpc.settings import check_bounds, check_installed, setting
+from loraplex.runtime.rpc.settings import check_bounds, setting
 from loraplex.runtime.telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from loraplex.runtime.telemetry.metrics import PORT_HELP
 
@@ -38,7 +38,6 @@ class OperatorSettings:
         """Raise ValueError on a value out of range."""
         check_logging(self.log_format, self.log_level)
         check_bounds(self)
-        check_installed("operator", "kopf")
         self.tenants_of()
 
     def tenants_of(self) -> Mapping[str, frozenset[str]]:

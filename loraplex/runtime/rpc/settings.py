@@ -124,7 +124,6 @@ def _convert(hint: Any, text: str, source: str) -> Any:
 # Name of the package on PyPI, and what installs it, by the module that is imported.
 _PACKAGES = {
     "smg_grpc_proto": ("smg-grpc-proto", "pip install 'loraplex[smg]'"),
-    "kopf": ("kopf", "pip install 'loraplex[operator]'"),
     "grpc_reflection": ("grpcio-reflection", "pip install grpcio-reflection"),
 }
 
