@@ -31,9 +31,13 @@ PROCESSES = {
         "operator",
         "Tell KEDA and Prometheus how many workers each model needs.",
     ),
-    "operator": ("loraplex.operator.__main__", "operator", "Bring the store to what objects of Kubernetes ask for."),
-    "backup": ("loraplex.adapter_store.backup", "store", "Copy all that a store keeps, while it runs."),
-    "probe": ("loraplex.runtime.rpc.probe", "", "Exit with 0 when the process at an address serves."),
+    "operator": (
+        "loraplex.operator.__main__",
+        "operator",
+        "Import and release the adapters that Kubernetes objects name.",
+    ),
+    "backup": ("loraplex.adapter_store.backup", "store", "Copy a store's data, also while it runs."),
+    "probe": ("loraplex.runtime.rpc.probe", "", "Exit with 0 if the server at an address is ready."),
 }
 
 

@@ -25,13 +25,10 @@ PROCESSES: dict[str, type[Any]] = {
 }
 HEAD = """# Settings
 
-Flags, with their defaults, of `loraplex router`, `loraplex worker`, `loraplex store`, `loraplex gateway`,
-`loraplex scaler` and `loraplex operator`; `--help` prints them too. Without a default a setting is off or empty. Each
-is also an environment variable: `--relay-port` of the router is `LORAPLEX_ROUTER_RELAY_PORT`; the other prefixes are
-`LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. A flag
-wins over its variable. An unknown flag or variable, or a bad value, ends the start with an error.
-
-`.venv/bin/python -m tests.test_settings_page` writes this page.
+Flags with their defaults, as `loraplex router --help` and so on print them; without a default a setting is off or
+empty. A flag wins over its environment variable: `--relay-port` of the router is `LORAPLEX_ROUTER_RELAY_PORT`; the
+other prefixes are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_SCALER_` and
+`LORAPLEX_OPERATOR_`. `python -m tests.test_settings_page` writes this page.
 
 ## In several processes
 

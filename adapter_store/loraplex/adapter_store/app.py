@@ -84,21 +84,21 @@ KEY_USES_S = 60.0
 class StoreSettings(AccessSettings):
     """Keeps adapters and base models' manifests, in a directory or in a bucket, and serves them over gRPC."""
 
-    data: Path = setting("directory of all data, made if missing; with --bucket, of transfers in progress")
+    data: Path = setting("directory of all data, made if missing; with --bucket only of transfers in progress")
     bucket: str = setting(
-        "s3://BUCKET/FOLDER, gs:// or az:// of all data, for several stores; credentials are in the provider's "
-        "variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...); empty: the directory",
+        "s3://BUCKET/FOLDER, gs:// or az:// for all data, shared by several stores; credentials are in the provider's "
+        "variables (AWS_ACCESS_KEY_ID, ...); empty: --data",
         "",
     )
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0: any free port", 50052)
     max_adapter_bytes: int = setting("maximum bytes of a safetensors file", 4 * 1024**3, least=1)
     keep_deleted_s: float = setting(
-        "seconds that a deleted adapter's files are kept for running answers: at least the longest answer",
+        "seconds that a deleted adapter's files are kept for running answers",
         3600.0,
     )
     fitness_max_drop: float = setting(
-        "maximum share of (right) answers to an adapter's own prompts that a quantized base may lose",
+        "maximum share of the answers to an adapter's own prompts that a quantized base may change or get wrong",
         0.05,
     )
     fitness_min_agreement: float = setting(
@@ -107,7 +107,7 @@ class StoreSettings(AccessSettings):
     fitness_max_kl: float = setting(
         "maximum mean divergence in nats on drawn prompts, on a quantized base", 0.2, least=0
     )
-    fitness_breach: str = setting("what routers do with adapters beyond these limits: refuse or warn", REFUSE)
+    fitness_breach: str = setting("what routers do with adapters beyond the fitness limits: refuse or warn", REFUSE)
     plans: str = setting(
         "TOML file of plans, reread when it changes (docs/guides/quotas.md); empty: those of `loraplex plans`",
         "",
@@ -118,11 +118,11 @@ class StoreSettings(AccessSettings):
     )
     transfer_timeout_s: float = setting("timeout in seconds for an import or an export", 3600.0, above=0)
     signers: str = setting(
-        "TOML file of keys and root certificates whose signatures tenants' revisions need (docs/guides/releases.md)",
+        "TOML file of the signers whom tenants' revisions need (docs/guides/releases.md)",
         "",
     )
     webhooks: str = setting(
-        "TOML file of addresses that get each change of a release, signed (docs/guides/releases.md)",
+        "TOML file of URLs that each change of a release is posted to (docs/guides/releases.md)",
         "",
     )
     metrics_port: int = setting(PORT_HELP, 0)
@@ -131,7 +131,7 @@ class StoreSettings(AccessSettings):
     bootstrap_key: str = setting("file with the first operator's API key, made by `loraplex keys bootstrap`", "")
     audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine without credentials, so that callers can act as any tenant", False
+        "listen beyond this machine without credentials, although callers can then act as any tenant", False
     )
 
     def __post_init__(self) -> None:

@@ -166,7 +166,7 @@ class Releases:
             return _move(rows, release, ReleaseState.CANARY, now, actor, _share(plan, 0))
 
     def end(self, name: ReleaseName, etag: str, actor: str, *, live: bool) -> Release:
-        """Abort a release, or with `live` roll it back, which it may also be when it is live.
+        """Abort a release, or with `live` roll back a canary or live one.
 
         Raises NotFound, Aborted on a stale etag, Mismatch in another state.
         """

@@ -280,7 +280,7 @@ def show(
 def delete(
     name: NameArgument,
     purge: Annotated[
-        bool, typer.Option("--purge", help="Remove the files at once, though answers may still run on them.")
+        bool, typer.Option("--purge", help="Remove the files at once, even while answers use them.")
     ] = False,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,

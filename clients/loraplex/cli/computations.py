@@ -113,7 +113,7 @@ def quantize(  # noqa: PLR0913, PLR0917  # one parameter a flag
     texts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --calibrate: a text; default: the model writes one.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="With --calibrate: seed of the choice of texts.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="With --calibrate: random seed.")] = 0,
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Compare with the original on this text; OUT is optional."),
@@ -232,7 +232,7 @@ def certify(
 ) -> None:
     """Compare an adapter on a quantized base with the original, and store the figures.
 
-    Its own prompts, or those of a file, judge whole answers; prompts that are drawn without them judge free text.
+    Compares whole answers to the adapter's own prompts or those of --prompts; without them, text from random prompts.
 
     [bold]loraplex adapters certify support --base int8 --model-dir ./Qwen2-0.5B --tenant acme[/]
     """

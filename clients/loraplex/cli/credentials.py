@@ -219,7 +219,7 @@ def make_credentials(
 def issue(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `certs dev`.")],
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(CERTIFICATE_KINDS)}.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name: of a tenant, a router, a person.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the tenant, router or person.")],
     host: HostOption = None,
     days: DaysOption = 365,
 ) -> None:

@@ -75,7 +75,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """A text, and the largest perplexity that the release may have on it, or its largest ratio to the live one's."""
+    """A text, and the maximum perplexity of the release on it, absolute or relative to the live one's."""
 
     name: str
     file: str

@@ -65,7 +65,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         list[str] | None,
         typer.Option(
             metavar="STYLE",
-            help="Of --json-schema: spaced (default), compact or flexible; sorted: properties by name. Repeatable.",
+            help="With --json-schema: spaced, compact or flexible whitespace; sorted properties. Repeatable.",
         ),
     ] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="Answer in text that matches PATTERN.")] = None,

@@ -97,7 +97,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Seed of all draws; the same seed gives the same requests.")
+        int | None, typer.Option(metavar="N", help="Random seed; the same seed gives the same requests.")
     ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, max=64, metavar="N", help="Number of generator processes that share each run.")

@@ -84,7 +84,7 @@ RouterOption = Annotated[
         "--router",
         metavar="HOST:PORT[,...]",
         envvar="LORAPLEX_ADDRESS",
-        help="Addresses of routers, separated by commas; another continues when one is lost.",
+        help="Addresses of routers, separated by commas; if one is lost, the next continues.",
     ),
 ]
 StoreOption = Annotated[

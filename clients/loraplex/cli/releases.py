@@ -48,7 +48,7 @@ ReleaseArgument = Annotated[
         autocompletion=adapter_names,
     ),
 ]
-SourceOption = Annotated[str, typer.Option("--source", metavar="URI", help="Origin of the adapter.")]
+SourceOption = Annotated[str, typer.Option("--source", metavar="URI", help="URI that the adapter comes from.")]
 PinOption = Annotated[str, typer.Option("--pin", metavar="TEXT", help="Commit or version of the source.")]
 ParentOption = Annotated[str, typer.Option("--parent", metavar="DIGEST", help="Revision that training continued from.")]
 RunOption = Annotated[str, typer.Option("--run-id", metavar="ID", help="Id of the training run.")]
@@ -268,21 +268,21 @@ def promote(  # noqa: PLR0913, PLR0917  # one parameter a flag
     canary: Annotated[
         str,
         typer.Option(
-            metavar="PERCENT,...", help="Percent of the requests in each step, such as 5,25; then it is live."
+            metavar="PERCENT,...", help="Percent of the requests in each step, such as 5,25, before it becomes live."
         ),
     ] = "",
-    requests: Annotated[int, typer.Option(min=0, metavar="N", help="Answers of the candidate per step.")] = 0,
+    requests: Annotated[int, typer.Option(min=0, metavar="N", help="Minimum answers of the release in each step.")] = 0,
     time: Annotated[str, typer.Option(metavar="TIME", help="Minimum time of a step, such as 30m.")] = "",
     shadow: Annotated[
         float,
         typer.Option(
-            min=0, max=100, metavar="PERCENT", help="Share of live requests that the candidate also computes, unseen."
+            min=0, max=100, metavar="PERCENT", help="Percent of live requests that the release computes too, unseen."
         ),
     ] = 0.0,
     min_requests: Annotated[int, typer.Option(min=1, metavar="N", help="Answers before the rules apply.")] = 20,
     max_error_rise: Annotated[
         float,
-        typer.Option(min=0, metavar="SHARE", help="Roll back if the share of failed requests exceeds live's by this."),
+        typer.Option(min=0, metavar="SHARE", help="Roll back if its share of failed requests exceeds live's by SHARE."),
     ] = 0.02,
     max_ttft_ratio: Annotated[
         float | None,
@@ -290,14 +290,16 @@ def promote(  # noqa: PLR0913, PLR0917  # one parameter a flag
     ] = None,
     max_refusal_rise: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SHARE", help="Roll back if the share of refusals exceeds live's by this."),
+        typer.Option(min=0, metavar="SHARE", help="Roll back if its share of refusals exceeds live's by SHARE."),
     ] = None,
     refusal: Annotated[
-        list[str] | None, typer.Option("--refusal", metavar="TEXT", help="Beginning of refusals. Repeatable.")
+        list[str] | None, typer.Option("--refusal", metavar="TEXT", help="Text that marks a refusal. Repeatable.")
     ] = None,
     min_agreement: Annotated[
         float | None,
-        typer.Option(min=0, max=1, metavar="SHARE", help="Roll back if fewer of the shadow tokens are equal."),
+        typer.Option(
+            min=0, max=1, metavar="SHARE", help="Roll back if less than SHARE of the --shadow tokens equal live's."
+        ),
     ] = None,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,

@@ -435,17 +435,16 @@ def purge(
             "--router",
             metavar="HOST:PORT[,...]",
             envvar="LORAPLEX_ADDRESS",
-            help="Operator port of a router, one for each group of cells; empty: only the store.",
+            help="Operator ports of routers, one for each set of cells, separated by commas; empty: only the store.",
         ),
     ] = ROUTER,
     as_json: JsonOption = False,
 ) -> None:
     """Remove all of a tenant's data from the store and the cells, irrevocably.
 
-    In the store: adapters, grants, API keys and plans. In a cell: calls, waiting jobs, what Redis keeps by the name,
-    caches of the routers, adapters and prefixes at the workers. Prints what was removed, and what another look still
-    found; exits with 1 if anything was, or if a part of a cell did not answer. HTTP gateways keep
-    answers stored for /v1/responses in memory, readable by nobody, until --responses-kept-s has passed.
+    In the store: adapters, grants, API keys and plans. In a cell: calls, waiting jobs, keys of Redis, routers' caches,
+    and adapters and cached prompts at workers. Prints what was removed and what is left; exits with 1 if anything is
+    left, or a part of a cell does not answer. HTTP gateways keep answers of /v1/responses for --responses-kept-s.
 
     [bold]loraplex tenants purge acme --yes[/]
     """

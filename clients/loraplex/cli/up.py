@@ -102,7 +102,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
 ) -> None:
     """Start a cluster on this machine: Valkey, adapter store, router, workers. Ctrl-C drains and stops all of it.
 
-    Registers the model, uploads the adapters that the store has not, and prints `ready router=HOST:PORT
+    Registers the model, uploads the adapters that the store lacks, and prints `ready router=HOST:PORT
     store=HOST:PORT` when it serves. With --data-dir the adapters, their aliases and the logs are kept; keys of Redis,
     and so requests that wait, are not.
 

@@ -121,7 +121,7 @@ def push_all(
     update: Annotated[bool, typer.Option("--update", help="Make changed adapters of the directory live.")] = False,
     store: StoreOption = STORE,
 ) -> None:
-    """Upload the adapters of a directory that the store lacks; bad ones are named and left out."""
+    """Upload the adapters of a directory that the store lacks; report and skip bad ones."""
     from loraplex_client import LoraplexError
 
     with Activity() as activity:

@@ -33,12 +33,12 @@ class GatewaySettings:
         variable=_CA,
     )
     operator_router: str = setting(
-        "with --ca: addresses of the routers' --operator-port, so that the page shows the cluster to operators",
+        "with --ca: addresses of the routers' --operator-port, for the page's view of the cluster",
         "",
     )
     host: str = setting("address to listen on", "127.0.0.1")
     host_names: str = setting(
-        "without --ca: further host names of requests, separated by commas; empty: any, beyond this machine",
+        "without --ca: further accepted Host names, separated by commas; empty: any, beyond this machine",
         "",
     )
     port: int = setting("port to listen on; 0: any free port", 8000)
@@ -50,16 +50,14 @@ class GatewaySettings:
         KEPT_S,
         least=0,
     )
-    drain_s: float = setting("seconds that running requests get when the process is told to stop", 5.0)
+    drain_s: float = setting("seconds that running requests may take after SIGTERM", 5.0)
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine without credentials, so that callers can act as any tenant", False
+        "listen beyond this machine without credentials, although callers can then act as any tenant", False
     )
-    insecure_http: bool = setting(
-        "allow listening beyond this machine with API keys in clear, as behind a proxy that ends TLS", False
-    )
+    insecure_http: bool = setting("listen beyond this machine without HTTPS, as behind a proxy that ends TLS", False)
 
     def __post_init__(self) -> None:
         """Raise ValueError on a value out of range, or on an address that exposes tenants or keys."""

@@ -15,10 +15,10 @@ _NAMESPACE = re.compile(r"([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)(?:=([a-z0-9][a-
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """Brings the adapter store to what the objects LoraAdapter and BaseModel of Kubernetes ask for."""
+    """Imports adapters and promotes base models as the Kubernetes objects LoraAdapter and BaseModel say."""
 
     namespaces: str = setting(
-        "namespaces to follow, separated by commas: NAMESPACE, or NAMESPACE=TENANT for adapters of this tenant alone, "
+        "namespaces to watch, separated by commas: NAMESPACE, or NAMESPACE=TENANT for adapters of this tenant alone, "
         "repeated for further tenants"
     )
     store: str = setting(
@@ -27,7 +27,7 @@ class OperatorSettings:
         variable="LORAPLEX_STORE_ADDRESS",
     )
     look_s: float = setting(
-        "seconds between looks at an object that needs no change; at others it looks sooner", 60.0, above=0
+        "seconds between looks at an object that needs no change; others are looked at sooner", 60.0, above=0
     )
     host: str = setting("address of the metrics", "127.0.0.1")
     metrics_port: int = setting(PORT_HELP, 0)

@@ -36,7 +36,7 @@ _CONNECTING = ("ping", "select", "info", "cluster|slots", "cluster|shards", "com
 
 @dataclass(frozen=True, slots=True)
 class RedisUser:
-    """A user: its commands and those of its functions, patterns of the keys that it writes, and of those it reads."""
+    """A user of Redis: its commands, including its functions', and patterns of writable and readable keys."""
 
     commands: tuple[str, ...]
     keys: tuple[str, ...] = ()

@@ -146,7 +146,7 @@ class CellView:
 
 
 def choose_cell(cells: Sequence[CellView], digest: str, job_id: str, tenant: str, work: float) -> CellView:
-    """Return the cell, of at least one, that gets a job; `digest` is its adapter's, empty without one."""
+    """Choose a job's cell; `digest` is its adapter's, empty without one."""
     if len(cells) == 1:
         return cells[0]
     waits = [cell.wait_s(tenant, work) for cell in cells]

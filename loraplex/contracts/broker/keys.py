@@ -74,7 +74,7 @@ DRAINED_CELLS = "lp:{cells}:drained"
 # Prefix of the ledger's keys.
 LEDGER = "lp:{ledger}:"
 
-# Beginning of the names of API keys' accounts; a tenant's account has the tenant's name, in which is no slash.
+# Beginning of the names of API keys' accounts; a tenant's account has the tenant's name, which has no slash.
 _KEY_ACCOUNT = "keys/"
 
 

@@ -26,7 +26,7 @@ RECEIVE_S = 10.0
 
 
 def reading(handler: Handler, read: Callable[[Context], Awaitable[tuple[Any, Callable[[], None]]]]) -> Handler:
-    """Serve a method of one message as one of a stream, whose request `read` returns, with what is called at the end.
+    """Register a unary method as streaming; `read` returns its request, with a function to call at the end.
 
     gRPC hands the bytes over without a deserializer.
     """

@@ -13,7 +13,7 @@ T = TypeVar("T")
 async def every(
     interval_s: float, look: Callable[[], Awaitable[Any] | None], *, passing: tuple[type[BaseException], ...] = ()
 ) -> NoReturn:
-    """Look, and again after each interval; what is `passing` ends a look alone, and others log it."""
+    """Call `look` every `interval_s`; ignore errors of `passing` types. Raises others."""
     while True:
         with suppress(*passing):
             if (looking := look()) is not None:

@@ -147,7 +147,7 @@ class KeyDirectory:
     def find(self, key_id: str) -> HashedKey | None:
         """Return a key. Raises Unavailable where the copy is too old."""
         if self.age_s() > self._stale_s:
-            raise Unavailable("the adapter store does not answer, which knows the API keys", reason="KEYS_STALE")
+            raise Unavailable("API keys unknown: the adapter store does not answer", reason="KEYS_STALE")
         return self._keys.get(key_id)
 
     def is_valid(self, key_id: str) -> bool:

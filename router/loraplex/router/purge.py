@@ -253,7 +253,7 @@ def _flat(parts: Iterable[_Places]) -> _Places:
 
 
 def _added(total: dict[tuple[str, str], pb.PurgedPlace], passed: _Places) -> dict[tuple[str, str], pb.PurgedPlace]:
-    """Add a pass: what it removed was left by the one before, but where nobody knows whose it was."""
+    """Merge a later pass into the totals: what it removed had been left, except where owners are unknown."""
     later = bool(total)
     now = {(place.part, place.place): place for place in passed}
     for name, place in now.items():

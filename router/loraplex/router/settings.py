@@ -37,7 +37,7 @@ class Settings(AccessSettings):
     store: str = setting("address of the adapter store, HOST:PORT")
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
     store_away_s: float = setting(
-        "seconds that cached API keys and adapters' names are used while the store does not answer",
+        "seconds that cached API keys and adapter names stay valid while the store does not answer",
         STALE_S,
         above=0,
     )
@@ -52,42 +52,42 @@ class Settings(AccessSettings):
         "main",
     )
     waiting_limit: int = setting("maximum waiting jobs in a model's queue, per cell", 10_000, least=1)
-    waiting_bytes: int = setting("maximum bytes of these jobs", 1 << 30, least=1)
-    open_calls_limit: int = setting("maximum open calls of clients; a tenant gets a share of them", 8_192, least=1)
-    open_bytes_limit: int = setting("maximum bytes of their messages", 1 << 28, least=2 * MESSAGE_BYTES)
+    waiting_bytes: int = setting("maximum bytes of the waiting jobs in a model's queue, per cell", 1 << 30, least=1)
+    open_calls_limit: int = setting("maximum open calls; a tenant gets a share of them", 8_192, least=1)
+    open_bytes_limit: int = setting("maximum bytes of open calls' requests", 1 << 28, least=2 * MESSAGE_BYTES)
     usage_file: str = setting("file that usage events are appended to (docs/guides/quotas.md)", "")
-    usage_url: str = setting("HTTP collector that gets the events of --usage-file", "")
+    usage_url: str = setting("HTTP collector that the events of --usage-file are posted to", "")
     adapter_mib_tokens: float = setting("prompt tokens charged per MiB of an adapter that is loaded", 10.0)
-    client_stall_s: float = setting("seconds after which a client that reads nothing is dropped", 10.0, above=0)
-    drain_s: float = setting("seconds that running requests get when the process is told to stop", 5.0)
+    client_stall_s: float = setting("seconds after which a client that reads nothing is disconnected", 10.0, above=0)
+    drain_s: float = setting("seconds that running requests may take after SIGTERM", 5.0)
     job_key: str = setting(JOB_KEY_HELP, "")
     resume_key: str = setting(
-        "secret of all routers for resuming streams; prefer the variable; empty: kept in Redis",
+        "secret that signs resume tokens, the same for all routers; prefer the variable; empty: one in Redis",
         "",
     )
-    accepted_resume_keys: str = setting("former or next resume keys that are accepted too, separated by commas", "")
+    accepted_resume_keys: str = setting("other resume keys to accept, separated by commas", "")
     generation_config: str = setting(
-        "auto: unset sampling and max_tokens come from the model's generation_config.json; none: they do not",
+        "auto: take unset sampling fields and max_tokens from the model's generation_config.json; none: do not",
         "auto",
     )
     default_max_tokens: int = setting(
-        "maximum tokens of an answer whose request sets no max_tokens; 0: no such bound",
+        "maximum tokens of an answer whose request sets no max_tokens; 0: no maximum",
         0,
         least=0,
     )
     scale_from_zero: bool = setting(
-        "queue requests of a registered model without a worker until an autoscaler starts one; else refuse them",
+        "queue requests of a model without workers until an autoscaler starts one, instead of refusing them",
         False,
     )
-    engine_protocol: str = setting("engine protocol to serve too: sglang (docs/reference/engine-protocol.md)", "")
-    engine_tenant: str = setting("tenant of its calls that name none, where there are no credentials", DEFAULT_TENANT)
-    engine_adapter: str = setting("adapter of its calls without lora_id; empty: the base model", "")
+    engine_protocol: str = setting("also serve an engine protocol: sglang (docs/reference/engine-protocol.md)", "")
+    engine_tenant: str = setting("tenant of the engine protocol's calls without credentials", DEFAULT_TENANT)
+    engine_adapter: str = setting("adapter of the engine protocol's calls without lora_id; empty: the base model", "")
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine without credentials, so that callers can act as any tenant",
+        "listen beyond this machine without credentials, although callers can then act as any tenant",
         False,
     )
 

@@ -163,10 +163,10 @@ async def test_with_tls_only_a_certificate_of_the_authority_gets_an_answer(tmp_p
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"pools": "base"}, "--pools 'base': write MODEL=LEAST-MOST, such as base=1-8"),
-        ({"pools": "base=3-2"}, "--pools base=3-2: the most workers are at least 1, and at least LEAST"),
-        ({"pools": "base=0-0"}, "--pools base=0-0: the most workers"),
-        ({"pools": "base=0-1,base=0-2"}, "base is there twice"),
+        ({"pools": "base"}, "--pools 'base': write MODEL=MIN-MAX, such as base=1-8"),
+        ({"pools": "base=3-2"}, "--pools base=3-2: the maximum must be at least 1 and the minimum"),
+        ({"pools": "base=0-0"}, "--pools base=0-0: the maximum must"),
+        ({"pools": "base=0-1,base=0-2"}, "base is named twice"),
         ({"pools": "base=0-1", "wait_s": 0.0}, "--wait-s 0.0: more than 0"),
         ({"pools": "base=0-1", "idle_s": float("nan")}, "--idle-s nan"),
         ({"pools": "base=0-1", "worker_rate": float("inf")}, "--worker-rate inf: not a finite number"),
@@ -213,9 +213,9 @@ def test_pools_of_cells_share_the_workers_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("pools", "why"),
     [
-        ("base@main=1-4,base@main=1-4", "base@main is there twice"),
+        ("base@main=1-4,base@main=1-4", "base@main is named twice"),
         ("base@main=1-4,base=1-4", "name the cell in each pool of base, or in none"),
-        ("base@=1-4", "write MODEL=LEAST-MOST, such as base=1-8, or MODEL@CELL=LEAST-MOST"),
+        ("base@=1-4", "write MODEL=MIN-MAX, such as base=1-8, or MODEL@CELL=MIN-MAX"),
     ],
 )
 def test_pools_that_contradict_each_other_are_refused(pools: str, why: str) -> None:

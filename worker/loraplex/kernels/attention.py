@@ -262,7 +262,7 @@ def _weigh(scores, span, rows, shared, start, first, window, softcap, sinks, fac
 
 @kernel_part()
 def _place(at, table, first, positions, places):
-    """Write the slots, times the heads of one, of `positions` positions; of those behind them the last's again."""
+    """Write the slots, times the heads, of `positions` positions; pad with the last slot."""
     for index in range(len(places)):
         position = first + min(index, positions - 1)
         places[index] = (table[position // at.block_size] * at.block_size + position % at.block_size) * at.kv_heads

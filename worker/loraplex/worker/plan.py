@@ -32,8 +32,8 @@ _KEY_LAYERS = ("k_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-TENSOR_PARALLEL_HELP = "ranks that compute the model together, each on a device of its own"
-MAX_EXPERT_RANK_HELP = "the rank of adapters of experts on CUDA, whose slots take memory for each expert; 0: none"
+TENSOR_PARALLEL_HELP = "number of devices that share the model's weights"
+MAX_EXPERT_RANK_HELP = "maximum rank of adapters of experts on CUDA, which take memory per expert; 0: none"
 MEMORY_HELP = "the memory of a device, such as 80GiB"
 
 
@@ -49,7 +49,7 @@ class PlanSettings:
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
-    tensor_parallel: int = setting(f"{TENSOR_PARALLEL_HELP}; the sizes are then those of one", 1, least=1)
+    tensor_parallel: int = setting(f"{TENSOR_PARALLEL_HELP}; the sizes are then those of one device", 1, least=1)
     max_expert_rank: int = setting(MAX_EXPERT_RANK_HELP, 0, least=0)
     memory: str = setting(f"{MEMORY_HELP}; empty: what this machine has available", "")
     json: bool = setting("print one JSON object", False)

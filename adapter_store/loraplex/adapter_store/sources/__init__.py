@@ -27,7 +27,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files of a source at one moment; `pin` is a URI that names what they are now, if the source has one."""
+    """The files of a source at one moment; `pin` is the URI of this exact version, if the source has one."""
 
     pin: str
     files: tuple[SourceFile, ...]

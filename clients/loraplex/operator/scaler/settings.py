@@ -23,7 +23,7 @@ class ScalerSettings:
     """Tells KEDA and Prometheus how many workers each model needs, as a client of routers."""
 
     pools: str = setting(
-        "models to scale, MODEL=LEAST-MOST, separated by commas; in several cells MODEL@CELL=LEAST-MOST for each"
+        "minimum and maximum workers of each model, such as qwen=0-6, separated by commas; with cells qwen@main=0-6"
     )
     router: str = setting(
         "addresses of the routers (--operator-port, with credentials), separated by commas; also LORAPLEX_ADDRESS",
@@ -31,9 +31,9 @@ class ScalerSettings:
         variable="LORAPLEX_ADDRESS",
     )
     wait_s: float = setting("maximum seconds that a request should wait for a worker", 10.0, above=0)
-    idle_s: float = setting("seconds without work after which a model whose LEAST is 0 has no worker", 300.0, above=0)
+    idle_s: float = setting("seconds without work after which a model with minimum 0 has no worker", 300.0, above=0)
     worker_rate: float = setting(
-        "first estimate of a worker's work per second: prompt tokens, and twice the answers'",
+        "first estimate of a worker's work per second: prompt tokens + 2 x answer tokens",
         1_000.0,
         above=0,
     )
@@ -70,14 +70,14 @@ class ScalerSettings:
             match = _POOL.fullmatch(text.strip())
             if match is None:
                 raise ValueError(
-                    f"--pools {text.strip()!r}: write MODEL=LEAST-MOST, such as base=1-8, or MODEL@CELL=LEAST-MOST"
+                    f"--pools {text.strip()!r}: write MODEL=MIN-MAX, such as base=1-8, or MODEL@CELL=MIN-MAX"
                 )
             model, cell, least, most = match[1], match[2] or "", int(match[3]), int(match[4])
             if most < max(1, least):
-                raise ValueError(f"--pools {text.strip()}: the most workers are at least 1, and at least LEAST")
+                raise ValueError(f"--pools {text.strip()}: the maximum must be at least 1 and the minimum")
             of_model = bounds.setdefault(model, {})
             if cell in of_model:
-                raise ValueError(f"--pools {text.strip()}: {model}{'@' * bool(cell)}{cell} is there twice")
+                raise ValueError(f"--pools {text.strip()}: {model}{'@' * bool(cell)}{cell} is named twice")
             of_model[cell] = Bounds(least, most)
             if len(of_model) > 1 and "" in of_model:
                 raise ValueError(f"--pools {text.strip()}: name the cell in each pool of {model}, or in none")

@@ -205,7 +205,7 @@ class OpenCalls(Interceptor):
         return reading(handler, partial(self._enter, bounded))
 
     async def _enter(self, method: _Method, context: Context) -> tuple[Any, Callable[[], None]]:
-        """Count a call until it has ended for its client too; return its message, and what frees the message's bytes.
+        """Count a call until the client is gone; return its message, and a function that frees the message's bytes.
 
         Raises a CallError.
         """

@@ -240,7 +240,7 @@ class WorkerLinks:
         return True
 
     def lost(self, bound: AbstractSet[str], living: AbstractSet[str]) -> set[str]:
-        """Return those of the incarnations with jobs, `bound`, that count as lost, given those that live by Redis.
+        """Return the incarnations in `bound` (with jobs) that count as lost, given those that Redis lists as alive.
 
         A lapse in Redis alone ends nobody: the worker may be cut off from Redis only, and its answers go on. So its
         link must be silent as well; workers with jobs send something every half second. One look is not enough either:

@@ -346,7 +346,7 @@ class ResumeTokens:
         return any(hmac.compare_digest(mac, _mac(key, tenant, packed)) for key in self._keys.keys)
 
     def _names_known_key(self, packed: bytes) -> bool:
-        """Tell whether a token that no key has signed names one that is known: no other key can have signed it."""
+        """Tell whether a token with an invalid signature claims a known key: no other key can have signed it."""
         try:
             signed_by = self._decoder.decode(packed[1:]).signed_by
         except (msgspec.MsgspecError, ValueError, RecursionError):  # anybody may have written it

@@ -106,7 +106,7 @@ class Plans:
         Raises Unavailable where the store has never told them.
         """
         if self._missing:
-            raise Unavailable("the adapter store does not answer, which knows the plans", reason="PLANS_MISSING")
+            raise Unavailable("plans unknown: the adapter store does not answer", reason="PLANS_MISSING")
         owners = [Owner(tenant, "", self.of(tenant))]
         if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
             owners.insert(0, Owner(tenant, key_id, plan))

@@ -98,7 +98,7 @@ class TorchEngine(Engine[Scheduler]):
         return self._in_flight is not None or super().has_work()
 
     def step(self) -> list[Output]:
-        """Launch one step of the batch, and collect it, or, stepping ahead, the one before it."""
+        """Launch one step of the batch and collect it; when running ahead, collect the previous one."""
         outputs = self._scheduler.take_arrivals()
         batch, began = self._scheduler.schedule(), self._clock()
         launched = self._within_memory(self._runner.launch, batch, batch, outputs)

@@ -40,11 +40,11 @@ class Settings:
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
     batch_invariant: bool = setting(
-        "on CUDA: give an answer the same bits alone and in any batch, as the CPU does; slower",
+        "on CUDA: compute the same bits alone and in any batch, as on the CPU; slower",
         False,
     )
     tensor_parallel: int = setting(
-        "ranks that share the model's weights; on CUDA on N devices from --device on",
+        "number of devices (on the CPU: processes) that share the model's weights, from --device on",
         1,
         least=1,
     )
@@ -53,19 +53,19 @@ class Settings:
     block_size: int = setting("tokens per block", 16, least=1)
     adapter_slots: int = setting("adapters on the device at once", 32, least=1)
     host_adapter_bytes: int = setting(
-        "bytes of adapters in host memory; 0: an eighth of what is available, on CUDA divided by the devices",
+        "maximum bytes of adapters in host memory; 0: an eighth of the available memory, divided by the CUDA devices",
         0,
         least=0,
     )
     max_rank: int = setting("maximum rank of an adapter", 64, least=1)
     max_expert_rank: int = setting(
-        "maximum rank of an adapter of experts on CUDA, which takes memory per expert; 0: none; on the CPU: --max-rank",
+        "on CUDA: maximum rank of adapters of experts, which take memory per expert; 0: none are served",
         0,
         least=0,
     )
     step_tokens: int = setting("maximum tokens per step; 0: 512, on CUDA 4096", 0, least=0)
     itl_target_ms: float = setting(
-        "target of milliseconds (on a CPU: of processor time) between an answer's tokens while prompts are computed; "
+        "target in milliseconds (on a CPU: of processor time) between an answer's tokens while prompts are computed; "
         "higher: earlier first tokens",
         50.0,
         above=0,
@@ -73,13 +73,13 @@ class Settings:
     threads: int = setting(
         "CPU threads of the engine; 0: one for a small model, else one per core within the CPU limit", 0, least=0
     )
-    cache_dir: str = setting("directory for adapters, of this worker alone; empty: a temporary one", "")
+    cache_dir: str = setting("directory for adapters, not shared with other workers; empty: a temporary one", "")
     disk_adapter_bytes: int = setting(
-        "bytes of adapters on disk; 0: 10 GB, or half of the free space if less", 0, least=0
+        "maximum bytes of adapters on disk; 0: 10 GB, or half of the free space if less", 0, least=0
     )
     fetch_s: float = setting("timeout in seconds for fetching an adapter", 300.0, above=0)
-    fetch_silent_s: float = setting("seconds without data (1 MiB) from the store that end the fetch", 10.0, above=0)
-    cell: str = setting("cell whose jobs this worker takes, on the Redis of --redis-url", "main")
+    fetch_silent_s: float = setting("seconds without 1 MiB of new data after which a fetch ends", 10.0, above=0)
+    cell: str = setting("cell that this worker takes jobs of, on the Redis of --redis-url", "main")
     tls_cert: str = setting(CERT_HELP, "")
     tls_key: str = setting(KEY_HELP, "")
     tls_ca: str = setting(CA_HELP, "")
@@ -91,13 +91,13 @@ class Settings:
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     drain_s: float = setting(
-        "seconds that running requests get when the process is told to stop",
+        "seconds that running requests may take after SIGTERM",
         5.0,
     )
     stall_s: float = setting(
-        "seconds without a sign of life of the engine until this worker stops serving", 1.25, above=0
+        "seconds without a sign of life of the engine after which this worker stops serving", 1.25, above=0
     )
-    replace_s: float = setting("seconds without a sign of life of the engine until another one is started", 5.0)
+    replace_s: float = setting("seconds without a sign of life of the engine after which it is replaced", 5.0)
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError or ArtifactError on one that no engine can work with."""

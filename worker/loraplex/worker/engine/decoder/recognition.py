@@ -440,7 +440,7 @@ def _mlp_of(module: Any) -> Mlp | None:
 
 
 def _product_of(module: Any, names: tuple[str, ...], other: str = "") -> CpuGroup | None:
-    """Return the product of layers that it computes, in this order, or of the one layer `other`; None: of others."""
+    """Return the product of these layers, in this order, or of the one layer `other`; None if they are not fused."""
     names = names if hasattr(module, names[0]) else (other,)
     layers = [getattr(module, name, None) for name in names]
     parts = [part for part in layers if isinstance(part, FusedPart) and part.is_plain]

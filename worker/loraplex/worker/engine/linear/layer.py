@@ -176,7 +176,7 @@ _scratch = _Scratch()
 
 
 def scratch_memory() -> tuple[Tensor, NDArray[np.int64]]:
-    """Return this thread's scratch memory, as it is now, and its counters: what the calls before this one refer to."""
+    """Return this thread's current scratch memory and counters, which queued calls still use."""
     return _scratch.workspace.memory, _scratch.counters
 
 

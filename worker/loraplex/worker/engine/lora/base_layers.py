@@ -154,7 +154,7 @@ class FusedPart(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether it takes and gives what its product does, which then may be computed in its place."""
+        """Tell whether the layer has no hooks, so that its product may be computed in its place."""
         return not self._forward_hooks and not self._forward_pre_hooks
 
     def sum_by(self, add: Callable[[Tensor], Tensor]) -> None:

@@ -47,7 +47,7 @@ def next_frames(progress: dict[LocalChoice, None]) -> list[pb.Frame]:
 
 
 def next_frame(choice: LocalChoice) -> pb.Frame:
-    """Build a frame of what an answer has got since its last frame; of the last of it, with its end if it has one."""
+    """Build a frame of an answer's new tokens; the last frame carries the finish reason."""
     end = choice.sent + FRAME_TOKENS
     frame = pb.Frame(
         job_id=choice.job.job_id,
