@@ -17,6 +17,10 @@ from loraplex.runtime.telemetry.metrics import MetricsPortError
 from loraplex_client import InvalidRequestError
 from loraplex_client.endpoint import CERT_KEY_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
 
+# Interval in seconds after which a thread that makes a long answer gives way to the event loop; Python's own is 5 ms,
+# which each turn of the loop would wait.
+_SWITCH_S = 2e-4
+
 
 def main(argv: Sequence[str]) -> int:
     """Run until a signal stops the gateway; returns 2 when it can't start."""
@@ -32,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
         gc.freeze()
         gc.enable()
+        sys.setswitchinterval(_SWITCH_S)
         uvloop.run(run(settings))
     except (SettingsError, PortInUse, MetricsPortError, InvalidRequestError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from loraplex.contracts.options import FinishReason, TokenLogprobs
-from loraplex.router.dispatch.links import Frame
+from loraplex.contracts.options import FinishReason
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.router.dispatch.links import Frame, read_frame
 from loraplex.router.dispatch.routed_job import (
     _ALLOWED,
     READ_TOKENS,
@@ -135,7 +137,7 @@ async def test_many_tokens_are_read_in_parts_and_the_end_comes_with_the_last() -
     assert reads == [[whole], [whole], [(0, 10, FinishReason.LENGTH), (1, 1, FinishReason.END)]]
 
 
-OF_PROMPT = (TokenLogprobs(-1.0),)
+OF_PROMPT = (pb.TokenLogprobs(logprob=-1.0),)
 
 
 def asks_for_prompt_logprobs(n: int = 1) -> RoutedJob:
@@ -162,6 +164,16 @@ async def test_a_frame_without_ids_is_no_first_token() -> None:
         Run("f", routed, Admitted(routed.job, HashTokenizer())).began.ttft_s
         == routed.first_token_at - routed.admitted_at
     )
+
+
+def test_the_log_probabilities_of_a_long_prompt_keep_no_other_frame_waiting() -> None:
+    # Read here, those of 30,000 tokens held the loop, or in a thread all later frames of the worker, for 0.15 s.
+    token = pb.TokenLogprobs(logprob=-1.0, token_ids=range(5), logprobs=[-1.0] * 5)
+    frame = pb.Frame(job_id="j", attempt=1, token_ids=[5], first=pb.FirstToken(prompt_logprobs=[token] * 30_000))
+    began = time.thread_time()
+    read = read_frame(frame)
+    assert time.thread_time() - began < 0.005
+    assert len(read.prompt_logprobs) == 30_000
 
 
 async def test_the_prompt_s_log_probabilities_come_before_another_choice_s_ids() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from loraplex.relay.v1 import relay_pb2
 
 from loraplex.contracts.broker.messages import AdapterRef, Job, WeightedRef
 from loraplex.contracts.options import FinishReason, StoppingParams, TokenLogprobs
@@ -271,7 +272,7 @@ async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> N
     request = Request("acme", "x", "prompt", prompt_logprobs=0)
 
     older, reader = Answer(request, HashTokenizer(), routed), routed.reader
-    bound(routed).accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(TokenLogprobs(-1.0),)))
+    bound(routed).accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(relay_pb2.TokenLogprobs(logprob=-1.0),)))
     first = [PromptLogprobs((TokenLogprobs(-1.0),)), Delta(0, (97, 98), "ab")]
     assert older.events_of(await routed.arrivals(reader)) == first
     waiting = asyncio.ensure_future(routed.arrivals(reader))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.contracts.options import Encode, FinishReason, SamplingParams, StoppingParams
+from loraplex.contracts.options import Encode, FinishReason, SamplingParams, StoppingParams, TokenLogprobs
 from loraplex.worker.engine.hash_engine import HashEngine
 from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, SequenceRefusedError
 from tests.hash_oracle import expected_ids, expected_vector
@@ -167,6 +167,23 @@ def test_logprobs_come_where_they_are_asked_for(running: RunningEngine) -> None:
     assert not told["c"]
     assert [len(outputs[name][0].prompt_logprobs) for name in "abc"] == [2, 2, 0]
     assert outputs["a"][0].prompt_logprobs == outputs["b"][0].prompt_logprobs
+
+
+def test_log_probabilities_of_a_long_prompt_come_with_the_steps_that_compute_them(running: RunningEngine) -> None:
+    # All at once they would be a step of their own, for which every other sequence waits.
+    prompt, other = tuple(n % 250 for n in range(300)), StoppingParams(max_tokens=200, ignore_eos=True)
+    running.engine.add_sequence(NewSequence("other", PROMPT, stopping=other))
+    running.engine.add_sequence(NewSequence("long", prompt, stopping=StoppingParams(max_tokens=3), prompt_logprobs=1))
+    told, others = list[TokenLogprobs](), list[int]()
+    while len(told) < len(prompt) - 1:
+        outputs = running.engine.step()
+        parts = [output for output in outputs if output.sequence_id == "long"]
+        told += (of_step := [one for output in parts for one in output.prompt_logprobs])
+        assert len(of_step) <= 16, "a step's tokens"
+        assert not any(output.token_ids for output in parts) or len(told) == len(prompt) - 1
+        others.append(sum(len(output.token_ids) for output in outputs if output.sequence_id == "other"))
+    assert [one.alternatives[0][0] for one in told] == list(prompt[1:])
+    assert others == [1] * len(others)
 
 
 def test_a_batch_gives_what_each_gives_alone(running: RunningEngine, adapters: list[AdapterSource]) -> None:

@@ -18,9 +18,7 @@ from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.seals import Seals
 from loraplex.contracts.options import SamplingParams, StoppingParams, TokenLogprobs
-from loraplex.relay.v1 import relay_pb2 as pb
-from loraplex.relay.v1 import relay_pb2_grpc
-from loraplex.router.dispatch.links import read_frame
+from loraplex.router.dispatch.links import read_logprobs
 from loraplex.runtime.rpc.server import Server, relay_options
 from loraplex.runtime.telemetry.tracing import Spans
 from loraplex.runtime.tenancy.guard import open_guard
@@ -76,7 +74,7 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
             self.events.append(("claimed", frame.job_id))
         self.ids[frame.job_id] += frame.token_ids
         if frame.first.prompt_logprobs:
-            self.prompts[frame.job_id] = list(read_frame(frame).prompt_logprobs)
+            self.prompts[frame.job_id] = list(map(read_logprobs, frame.first.prompt_logprobs))
         if frame.finish.kind == pb.FINISH_KIND_UNSPECIFIED:
             return None
         if frame.finish.kind == pb.FINISH_KIND_RETURNED:

@@ -148,7 +148,8 @@ class Output:
     cached_tokens: int | None = None
     # Log probabilities of token_ids, where the sequence asks for them.
     logprobs: tuple[TokenLogprobs, ...] = ()
-    # Log probabilities of all prompt tokens but the first, with the first output, where the sequence asks for them.
+    # Log probabilities of the next prompt tokens, where the sequence asks for them: from each step that computed some,
+    # before its first tokens or with them. The first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     # The vector of a sequence with `encode`, neither normalised nor scaled; its finish is LENGTH.
     vector: tuple[float, ...] = ()

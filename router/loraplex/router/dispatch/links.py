@@ -44,7 +44,8 @@ class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a datac
     blamed: bool = False
     adapter_ms: float | None = None
     cached_tokens: int | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # As they came: whoever needs those of a long prompt reads them in a thread, while other frames go on.
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
     # The vector of a job that asks for one, with its end.
     vector: tuple[float, ...] = ()
 
@@ -138,20 +139,13 @@ _FINISHES = {
     pb.FINISH_KIND_COMPLETE: FinishReason.COMPLETE,
 }
 _NO_FINISH = pb.Finish()
-# Maximum tokens of a prompt whose log probabilities are read on the event loop, in some milliseconds.
-_SHORT_PROMPT = 256
-
-
-def is_long(frame: pb.Frame) -> bool:
-    """Return whether a frame takes long to read: log probabilities of a long prompt, of 20 numbers a token."""
-    return frame.HasField("first") and len(frame.first.prompt_logprobs) > _SHORT_PROMPT
 
 
 def read_frame(frame: pb.Frame) -> Frame:
     """Return the frame in a message."""
     # Nearly all frames have neither a beginning nor an end, and every look into a message makes an object.
     if not (frame.HasField("finish") or frame.HasField("first")):
-        logprobs = tuple(map(_logprobs, frame.logprobs))
+        logprobs = tuple(map(read_logprobs, frame.logprobs))
         return Frame(frame.job_id, frame.attempt, frame.offset, tuple(frame.token_ids), frame.choice, logprobs)
     finish = frame.finish if frame.HasField("finish") else _NO_FINISH
     first = frame.first if frame.HasField("first") else None
@@ -161,19 +155,20 @@ def read_frame(frame: pb.Frame) -> Frame:
         offset=frame.offset,
         token_ids=tuple(frame.token_ids),
         choice=frame.choice,
-        logprobs=tuple(map(_logprobs, frame.logprobs)),
+        logprobs=tuple(map(read_logprobs, frame.logprobs)),
         finish=_FINISHES.get(finish.kind),
         failure=_failure(finish.failure) if finish.kind == pb.FINISH_KIND_FAILED else None,
         returned=finish.kind == pb.FINISH_KIND_RETURNED,
         blamed=finish.struck,
         adapter_ms=first.adapter_ms if first else None,
         cached_tokens=first.cached_tokens if first else None,
-        prompt_logprobs=tuple(map(_logprobs, first.prompt_logprobs)) if first else (),
+        prompt_logprobs=first.prompt_logprobs if first else (),
         vector=tuple(frame.vector),
     )
 
 
-def _logprobs(token: pb.TokenLogprobs) -> TokenLogprobs:
+def read_logprobs(token: pb.TokenLogprobs) -> TokenLogprobs:
+    """Return the log probabilities in a message."""
     return TokenLogprobs(token.logprob, tuple(zip(token.token_ids, token.logprobs, strict=True)))
 
 

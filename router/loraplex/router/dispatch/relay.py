@@ -23,7 +23,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 from loraplex.router.dispatch.block_feed import BlockFeed
 from loraplex.router.dispatch.dispatcher import Dispatcher
-from loraplex.router.dispatch.links import WorkerLink, is_long, read_frame
+from loraplex.router.dispatch.links import WorkerLink, read_frame
 from loraplex.router.metrics import RouterMetrics
 from loraplex.runtime.rpc.errors import CallError, InvalidField, PermissionDenied, Unauthenticated
 from loraplex.runtime.rpc.principal import Principal, Role, caller
@@ -234,9 +234,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
                         self._metrics.messages.inc()
                         self._metrics.frames.inc(len(request.frames.frames))
                         for message in request.frames.frames:
-                            # Other frames of this worker wait for a long one; the event loop does not.
-                            long = is_long(message)
-                            frame = await asyncio.to_thread(read_frame, message) if long else read_frame(message)
+                            frame = read_frame(message)
                             self._check_bound(link, frame.job_id, frame.attempt)
                             self._dispatcher.receive_frame(link, frame)
                     case "claims":

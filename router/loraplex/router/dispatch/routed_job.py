@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.terms import Placement
 from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.router.dispatch.links import Frame, WorkerLink
 from loraplex.runtime.rpc.errors import CallError
 
@@ -186,7 +188,7 @@ class RoutedJob:
         self.admitted_at = time.monotonic()
         self.claimed_at: float | None = None
         self.adapter_ms, self.cached_tokens = 0.0, 0
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
         # Time of the monotonic clock when the first ids of any choice came.
         self.first_token_at: float | None = None
         self.reader = Reader()

@@ -16,7 +16,7 @@ from itertools import repeat
 import msgspec
 
 from loraplex.contracts.options import FinishReason, TokenLogprobs
-from loraplex.router.dispatch.links import Frame
+from loraplex.router.dispatch.links import Frame, read_logprobs
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.chat_reader import ChatFormat, ChatReader
 from loraplex.router.request import Delta, Event, Finished, PromptLogprobs, Received, Request
@@ -257,7 +257,7 @@ class Answer:
         was_open = bool(self._open)
         if self._prompt_logprobs_due:
             self._prompt_logprobs_due = False
-            events.append(PromptLogprobs(self._routed.prompt_logprobs))
+            events.append(PromptLogprobs(tuple(map(read_logprobs, self._routed.prompt_logprobs))))
         for arrival in arrivals:
             if arrival.choice not in self._open:
                 continue

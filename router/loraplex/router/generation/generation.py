@@ -426,6 +426,8 @@ class Generation:
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
                     count = sum(len(arrival.token_ids) for arrival in arrivals)
+                    if not started:
+                        count += len(run.routed.prompt_logprobs) * (1 + (job.prompt_logprobs or 0))
                     events = await self._prompts.run(job.tenant, count, partial(answer.events_of, arrivals))
                     answer.close_ended()
                     if run.trial is not None:

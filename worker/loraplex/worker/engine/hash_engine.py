@@ -167,6 +167,12 @@ class HashEngine(Engine[Scheduler]):
         return outputs
 
     def _commit(self, batch: Batch, sampling: list[Row]) -> list[Output]:
+        for row in batch.rows:
+            alternatives = row.sequence.spec.prompt_logprobs or 0
+            row.sequence.prompt_logprobs += [
+                hash_logprobs(self._model, following, following, alternatives)
+                for following in row.sequence.ids[row.prompt_positions.start + 1 : row.prompt_positions.stop + 1]
+            ]
         sampled = [self._next(row.sequence) for row in sampling]
         failures = {row: token for row, (token, _) in zip(sampling, sampled, strict=True) if isinstance(token, Failure)}
         ids = [token if isinstance(token, int) else -1 for token, _ in sampled]
@@ -198,10 +204,6 @@ class HashEngine(Engine[Scheduler]):
         logprobs = None
         if sequence.spec.logprobs is not None:
             logprobs = hash_logprobs(self._model, token, state.digest()[0], sequence.spec.logprobs)
-        for position in sequence.missing_prompt_logprobs:
-            following = sequence.ids[position + 1]
-            alternatives = sequence.spec.prompt_logprobs or 0
-            sequence.prompt_logprobs.append(hash_logprobs(self._model, following, following, alternatives))
         state.update(id_bytes((token,)))
         return token, logprobs
 

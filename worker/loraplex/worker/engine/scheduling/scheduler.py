@@ -396,6 +396,8 @@ class Scheduler(SequenceScheduler):
             if computed // block_size > sequence.registered:
                 self.blocks.register(sequence, computed)
             if token is None:
+                if told := sequence.take_prompt_logprobs():
+                    outputs.append(Output(sequence.sequence_id, sequence.answered, (), prompt_logprobs=told))
                 continue
             taken = sequence.take(token)
             if taken and sequence.grammar and (failure := sequence.grammar.advance(token)):

@@ -154,8 +154,10 @@ class Sequence:
         # Milliseconds that it has spent parked, and when it was parked last.
         self.adapter_ms = 0.0
         self.parked_at = 0.0
-        # Of the prompt's tokens from the second on, so far as they are known; a preemption does not lose them.
+        # Of the prompt's tokens from the second on: those that the next output reports, and the number of those that
+        # outputs have reported. A preemption does not lose them.
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.reported_logprobs = 0
         # Of a sequence that asks for a vector, which ends with it.
         self.vector: tuple[float, ...] = ()
         # The state of the answer inside its grammar, once that has been compiled; None without a grammar.
@@ -195,7 +197,7 @@ class Sequence:
         if self.spec.prompt_logprobs is None:
             return range(0)
         first = max(0, self.spec.prompt_logprobs_start - 1)  # a token's are those after the one before it
-        return range(first + len(self.prompt_logprobs), self.prompt_length - 1)
+        return range(first + self.reported_logprobs + len(self.prompt_logprobs), self.prompt_length - 1)
 
     @property
     def skippable(self) -> int:
@@ -205,6 +207,12 @@ class Sequence:
         missing = self.missing_prompt_logprobs
         # The last id's logits give the next token.
         return missing.start if missing else len(self.ids) - 1
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Return those that no output has reported."""
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        self.reported_logprobs += len(taken)
+        return taken
 
     def take(self, token: int) -> tuple[int, ...]:
         """Put a sampled id in a placeholder's place; return what of it belongs to the answer."""
@@ -347,8 +355,7 @@ def output_of(
         adapter_ms=sequence.adapter_ms if first else None,
         cached_tokens=(sequence.cached_tokens or 0) if first else None,
         logprobs=logprobs,
-        # Of a sequence that fails before its first token they are incomplete.
-        prompt_logprobs=tuple(sequence.prompt_logprobs) if first and failure is None else (),
+        prompt_logprobs=sequence.take_prompt_logprobs(),
         vector=sequence.vector,
     )
 
