@@ -19,11 +19,12 @@ from loraplex.contracts.broker.messages import (
     encode_record,
 )
 from loraplex.contracts.options import Encode, StoppingParams
+from loraplex.relay.v1 import relay_pb2
 from loraplex.router.api.cluster import dead_job_message, worker_message
 from loraplex.worker.engine.scheduling.sequence import check_sequence
 from loraplex.worker.engine_api import EngineLimits, SequenceRefusedError
 from loraplex.worker.io.local_jobs import LocalJobs, sequence_of
-from loraplex.worker.io.relay.frames import attempt_of, next_frame
+from loraplex.worker.io.relay.frames import add_frame, attempt_of
 
 _LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, block_size=16, blocks=64, adapter_slots=4)
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)
@@ -104,7 +105,7 @@ def read_job(data: bytes) -> None:
     attempt_of(local)
     hash(local.job.adapter)
     for choice in local.choices.values():
-        next_frame(choice)
+        add_frame(choice, relay_pb2.FrameBatch())
         try:
             check_sequence(sequence_of(choice, None), _LIMITS)
         except SequenceRefusedError:

@@ -13,11 +13,12 @@ import pytest
 from google.rpc import error_details_pb2 as details_pb2
 
 from loraplex import worker
+from loraplex.relay.v1 import relay_pb2
 from loraplex.router.dispatch.links import read_frame
 from loraplex.runtime.rpc.status import to_status
 from loraplex.worker.engine_api import Failure, FailureCode, FailureReason
 from loraplex.worker.io.local_jobs import Ending, LocalJobs
-from loraplex.worker.io.relay.frames import next_frame
+from loraplex.worker.io.relay.frames import add_frame
 from tests.router.recording_link import job
 
 CODES, REASONS = get_args(FailureCode), get_args(FailureReason)
@@ -65,7 +66,7 @@ def check(failure: Failure) -> None:
     """Send a failure over the relay and compare the status that the client gets."""
     choice = LocalJobs().add(job()).choices[0]
     choice.end(Ending(failure=failure))
-    error = read_frame(next_frame(choice)).failure
+    error = read_frame(add_frame(choice, relay_pb2.FrameBatch())).failure
     assert error is not None
     code, status = to_status(error)
     assert code is grpc.StatusCode[failure.code]

@@ -349,9 +349,12 @@ def delta(tokens: int, alternatives: int | None = None) -> Delta:
 
 def fits(event_of: Callable[[int], Delta | PromptLogprobs], tokens: int) -> bool:
     """Tell whether a message of so many tokens fits, from the sizes of two smaller ones: every token takes the same."""
-    small, larger = (write_message(Message(event_of(count), RESUME_TOKEN)).ByteSize() for count in (200, 300))
+    small, larger = pb.GenerateEvent(), pb.GenerateEvent()
+    write_message(Message(event_of(200), RESUME_TOKEN), small)
+    write_message(Message(event_of(300), RESUME_TOKEN), larger)
     # Lengths of lengths differ by some bytes.
-    return small + (larger - small) / 100 * (tokens - 200) + 64 <= MESSAGE_BYTES
+    each = (larger.ByteSize() - small.ByteSize()) / 100
+    return small.ByteSize() + each * (tokens - 200) + 64 <= MESSAGE_BYTES
 
 
 def most(request: Request, *, prompt: int = 1, max_tokens: int = 1) -> int | None:

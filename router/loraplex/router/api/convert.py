@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 
@@ -488,35 +488,31 @@ def count_numbers(event: Event) -> int:
     return size * (1 + len(logprobs[0].alternatives)) if logprobs else size
 
 
-def write_message(message: Message) -> pb.GenerateEvent:
-    """Convert a message of the stream."""
-    event = _write_event(message.event)
-    event.resume_token = message.resume_token
-    return event
-
-
-def _write_event(event: Event) -> pb.GenerateEvent:
+def write_message(message: Message, written: pb.GenerateEvent) -> None:
+    """Write a message of the stream in its place: copies of many log probabilities take longer than all else."""
+    written.resume_token = message.resume_token
+    event = message.event
     match event:
         case Delta():
-            delta = pb.Delta(choice=event.choice, offset=event.offset, token_ids=event.token_ids, text=event.text)
-            delta.logprobs.extend(map(_write_logprobs, event.logprobs))
+            delta = written.delta
+            delta.choice, delta.offset = event.choice, event.offset
+            delta.text, delta.reasoning = event.text, event.reasoning
+            delta.token_ids.extend(event.token_ids)
+            _add_logprobs(event.logprobs, delta.logprobs.add)
             delta.text_lengths.extend(event.text_lengths)
-            delta.reasoning = event.reasoning
             delta.tool_calls.extend(map(_write_tool_call, event.tool_calls))
-            return pb.GenerateEvent(delta=delta)
         case PromptLogprobs():
-            tokens = [_write_logprobs(token) for token in event.tokens]
-            return pb.GenerateEvent(prompt_logprobs=pb.PromptLogprobs(tokens=tokens))
+            written.prompt_logprobs.SetInParent()
+            _add_logprobs(event.tokens, written.prompt_logprobs.tokens.add)
         case Finished():
-            finished = pb.Finished(choice=event.choice, reason=_REASONS[event.reason])
+            written.finished.choice, written.finished.reason = event.choice, _REASONS[event.reason]
             if event.stop_string is not None:
-                finished.stop_string = event.stop_string
+                written.finished.stop_string = event.stop_string
             if event.stop_token_id is not None:
-                finished.stop_token_id = event.stop_token_id
-            return pb.GenerateEvent(finished=finished)
+                written.finished.stop_token_id = event.stop_token_id
         case Summary():
-            return pb.GenerateEvent(
-                summary=pb.Summary(
+            written.summary.CopyFrom(
+                pb.Summary(
                     request_id=event.request_id,
                     adapter_revision=event.adapter_revision,
                     usage=pb.Usage(
@@ -534,9 +530,11 @@ def _write_event(event: Event) -> pb.GenerateEvent:
             )
 
 
-def _write_logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
-    alternatives = [pb.Alternative(token_id=token_id, logprob=logprob) for token_id, logprob in token.alternatives]
-    return pb.TokenLogprobs(logprob=token.logprob, alternatives=alternatives)
+def _add_logprobs(tokens: Iterable[TokenLogprobs], add: Callable[..., pb.TokenLogprobs]) -> None:
+    for token in tokens:
+        alternatives = add(logprob=token.logprob).alternatives
+        for token_id, logprob in token.alternatives:
+            alternatives.add(token_id=token_id, logprob=logprob)
 
 
 def _write_tool_call(part: ToolCallDelta) -> pb.ToolCallDelta:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
@@ -56,6 +56,8 @@ from loraplex.runtime.rpc.receiving import RECEIVE_S, OneMessage, reading
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.shares import FairTurns, Shares
 from loraplex.runtime.tenancy.permissions import SGLANG_SERVICE
+
+T = TypeVar("T", pb.GenerateResponse, pb.ResumeResponse)
 
 # Maximum number of fields of a message, those of the messages in it too; packed numbers count as one. A chat has about
 # three for each of its messages. Ten thousand are counted in two to twenty milliseconds, by the lengths of their
@@ -326,7 +328,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with aclosing(answer) as messages:
                 async for message in messages:
                     record.count(message.event)
-                    yield pb.GenerateResponse(event=await self._write(message, call.tenant))
+                    yield await self._write(message, call.tenant, pb.GenerateResponse())
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
@@ -342,10 +344,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)
-                    yield pb.ResumeResponse(event=await self._write(message, call.tenant))
+                    yield await self._write(message, call.tenant, pb.ResumeResponse())
 
-    async def _write(self, message: Message, tenant: str) -> pb.GenerateEvent:
-        return await self.prompts.run(tenant, count_numbers(message.event), partial(write_message, message))
+    async def _write(self, message: Message, tenant: str, response: T) -> T:
+        write = partial(write_message, message, response.event)
+        await self.prompts.run(tenant, count_numbers(message.event), write)
+        return response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""

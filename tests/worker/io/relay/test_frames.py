@@ -8,7 +8,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.router.dispatch.links import read_frame
 from loraplex.worker.engine_api import Output
 from loraplex.worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
-from loraplex.worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
+from loraplex.worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, add_frames
 
 LENGTH = 2 * FRAME_TOKENS + 5
 
@@ -56,7 +56,8 @@ def test_a_vector_goes_with_the_end_and_again_after_a_rewind() -> None:
     choice.record(Output(choice.sequence_id, 0, (), FinishReason.LENGTH, cached_tokens=7, vector=vector), at_s=1.0)
     assert choice.first_at == 1.0
     for _ in range(2):
-        (frame,) = next_frames({choice: None})
+        add_frames({choice: None}, batch := pb.FrameBatch())
+        (frame,) = batch.frames
         assert (tuple(frame.vector), frame.finish.kind, frame.offset) == (vector, pb.FINISH_KIND_LENGTH, 0)
         assert frame.first.cached_tokens == 7
         assert read_frame(frame).vector == vector
@@ -71,7 +72,8 @@ def test_whole_answers_with_log_probabilities_go_in_several_messages() -> None:
     finished: list[str] = []
     messages = 0
     while progress:
-        frames = next_frames(progress)
+        add_frames(progress, batch := pb.FrameBatch())
+        frames = batch.frames
         messages += 1
         assert sum(frame.ByteSize() for frame in frames[:-1]) < MESSAGE_BYTES
         # So many take a loop, of worker or router, some 25 ms.

@@ -20,7 +20,7 @@ from loraplex.runtime.tenancy.guard import open_guard
 from loraplex.worker.engine_api import Output
 from loraplex.worker.io.local_jobs import LocalChoice, LocalJobs
 from loraplex.worker.io.relay import frames
-from loraplex.worker.io.relay.frames import next_frame
+from loraplex.worker.io.relay.frames import add_frame
 from loraplex.worker.io.relay.links import LinkSettings, RouterLinks
 from tests.worker.io.relay.handlers import AckHandler, NoRequests
 
@@ -137,14 +137,14 @@ async def test_a_router_that_is_gone_for_good_leaves_no_task_behind(caplog: pyte
 async def test_a_link_whose_messages_can_t_be_made_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = 0
 
-    def fails_once(choice: LocalChoice) -> pb.Frame:
+    def fails_once(choice: LocalChoice, batch: pb.FrameBatch) -> pb.Frame:
         nonlocal failures
         if choice.ids and failures == 0:
             failures += 1
             raise ValueError("what nobody expected")
-        return next_frame(choice)
+        return add_frame(choice, batch)
 
-    monkeypatch.setattr(frames, "next_frame", fails_once)
+    monkeypatch.setattr(frames, "add_frame", fails_once)
     async with serving() as (router, address):
         line = Line(address)
         line.make(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import grpc
 
@@ -32,24 +32,20 @@ def attempt_of(local: LocalJob) -> pb.JobAttempt:
     return pb.JobAttempt(job_id=local.job.job_id, attempt=local.job.attempt)
 
 
-def next_frames(progress: dict[LocalChoice, None]) -> list[pb.Frame]:
-    """Build the frames of one message, and take their answers out of the progress unless they have more to send."""
-    frames: list[pb.Frame] = []
+def add_frames(progress: dict[LocalChoice, None], batch: pb.FrameBatch) -> None:
+    """Add the frames of one message, and take their answers out of the progress unless they have more to send."""
     size = 0
     while progress and size < MESSAGE_BYTES:
         choice = next(iter(progress))
-        frame = next_frame(choice)
+        size += add_frame(choice, batch).ByteSize()
         if choice.sent == len(choice.ids):
             del progress[choice]
-        size += frame.ByteSize()
-        frames.append(frame)
-    return frames
 
 
-def next_frame(choice: LocalChoice) -> pb.Frame:
-    """Build a frame of an answer's new tokens; the last frame carries the finish reason."""
+def add_frame(choice: LocalChoice, batch: pb.FrameBatch) -> pb.Frame:
+    """Add a frame of an answer's new tokens; the last frame carries the finish reason."""
     end = choice.sent + FRAME_TOKENS
-    frame = pb.Frame(
+    frame = batch.frames.add(
         job_id=choice.job.job_id,
         attempt=choice.job.attempt,
         choice=choice.choice,
@@ -57,7 +53,7 @@ def next_frame(choice: LocalChoice) -> pb.Frame:
         token_ids=choice.ids[choice.sent : end],
     )
     if choice.logprobs:
-        frame.logprobs.extend(map(_logprobs, choice.logprobs[choice.sent : end]))
+        _add_logprobs(choice.logprobs[choice.sent : end], frame.logprobs.add)
     if choice.sent == 0:
         frame.first.adapter_ms = choice.adapter_ms
         frame.first.cached_tokens = choice.cached_tokens
@@ -84,12 +80,15 @@ def returned_frame(job_id: str, attempt: int) -> pb.Frame:
 
 def encode_prompt(tokens: Iterable[TokenLogprobs]) -> bytes:
     """Encode log probabilities of a prompt for its first frame; what is encoded in parts is put one after the other."""
-    return pb.FirstToken(prompt_logprobs=map(_logprobs, tokens)).SerializeToString()
+    first = pb.FirstToken()
+    _add_logprobs(tokens, first.prompt_logprobs.add)
+    return first.SerializeToString()
 
 
-def _logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
-    ids, values = zip(*token.alternatives, strict=True) if token.alternatives else ((), ())
-    return pb.TokenLogprobs(logprob=token.logprob, token_ids=ids, logprobs=values)
+def _add_logprobs(tokens: Iterable[TokenLogprobs], add: Callable[..., object]) -> None:
+    for token in tokens:
+        ids, values = zip(*token.alternatives, strict=True) if token.alternatives else ((), ())
+        add(logprob=token.logprob, token_ids=ids, logprobs=values)
 
 
 def _failure(failure: Failure) -> pb.Failure:

@@ -36,7 +36,7 @@ from loraplex.worker.engine_api import Removal
 from loraplex.worker.io.local_jobs import LocalChoice, LocalJob, LocalJobs
 from loraplex.worker.io.metrics import WorkerMetrics
 from loraplex.worker.io.relay.block_followers import BlockFollowers
-from loraplex.worker.io.relay.frames import SendThrottle, attempt_of, next_frames, returned_frame
+from loraplex.worker.io.relay.frames import SendThrottle, add_frames, attempt_of, returned_frame
 
 if TYPE_CHECKING:  # imported only with TLS: cryptography takes long
     from loraplex.worker.io.credentials import LinkCredentials
@@ -305,7 +305,11 @@ class RouterLink:
     def _next_request(self) -> pb.ConnectRequest | None:
         if (self._progress or self._returned) and (self._closing or self._throttle.due.is_set()):
             self._throttle.sent()
-            frames, self._returned = [*self._returned, *next_frames(self._progress)], []
+            request = pb.ConnectRequest()
+            frames = request.frames.frames
+            frames.extend(self._returned)
+            add_frames(self._progress, request.frames)
+            self._returned.clear()
             if self._progress:  # the rest goes with the next message
                 self._throttle.due.set()
             self._metrics.messages.inc()
@@ -313,7 +317,7 @@ class RouterLink:
             # A frame says as well who has its job.
             shown = {(frame.job_id, frame.attempt) for frame in frames}
             self._claims = [local for local in self._claims if (local.job.job_id, local.job.attempt) not in shown]
-            return pb.ConnectRequest(frames=pb.FrameBatch(frames=frames))
+            return request
         if self._claims and (self._closing or self._claims_due):
             claims, self._claims, self._claims_due = self._claims, [], False
             return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))
