@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from loraplex.relay.v1 import relay_pb2
 
 from loraplex.contracts.broker.messages import AdapterRef, Job, WeightedRef
 from loraplex.contracts.options import FinishReason, StoppingParams, TokenLogprobs
+from loraplex.relay.v1 import relay_pb2
 from loraplex.router.dispatch.links import Frame
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation import resume

@@ -18,6 +18,8 @@ from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.seals import Seals
 from loraplex.contracts.options import SamplingParams, StoppingParams, TokenLogprobs
+from loraplex.relay.v1 import relay_pb2 as pb
+from loraplex.relay.v1 import relay_pb2_grpc
 from loraplex.router.dispatch.links import read_logprobs
 from loraplex.runtime.rpc.server import Server, relay_options
 from loraplex.runtime.telemetry.tracing import Spans
