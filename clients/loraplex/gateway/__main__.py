@@ -1,8 +1,7 @@
-"""`loraplex gateway`, or `loraplex gateway`: reads the settings and runs the gateway."""
+"""`loraplex gateway`: reads the settings and runs the gateway."""
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -10,16 +9,13 @@ from collections.abc import Sequence
 import uvloop
 
 from loraplex.gateway.settings import GatewaySettings
+from loraplex.runtime.interpreter import importing
 from loraplex.runtime.rpc.server import PortInUse
 from loraplex.runtime.rpc.settings import SettingsError, read_settings
 from loraplex.runtime.telemetry.logging import set_up_logging
 from loraplex.runtime.telemetry.metrics import MetricsPortError
 from loraplex_client import InvalidRequestError
 from loraplex_client.endpoint import CERT_KEY_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
-
-# Interval in seconds after which a thread that makes a long answer gives way to the event loop; Python's own is 5 ms,
-# which each turn of the loop would wait.
-_SWITCH_S = 2e-4
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,12 +27,8 @@ def main(argv: Sequence[str]) -> int:
         for variable in (KEY_VARIABLE, KEY_FILE_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE):
             os.environ.pop(variable, None)
         set_up_logging("gateway", settings.log_format, settings.log_level)
-        gc.disable()  # the imported modules stay: looking for garbage among them takes a fifth of the start
-        from loraplex.gateway.app import run  # seconds of imports, which --help and a wrong flag do not wait for
-
-        gc.freeze()
-        gc.enable()
-        sys.setswitchinterval(_SWITCH_S)
+        with importing():
+            from loraplex.gateway.app import run  # seconds of imports, which --help and a wrong flag do not wait for
         uvloop.run(run(settings))
     except (SettingsError, PortInUse, MetricsPortError, InvalidRequestError) as error:
         print(f"error: {error}", file=sys.stderr)

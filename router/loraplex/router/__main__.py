@@ -27,6 +27,7 @@ import uvloop
 from loraplex.contracts.broker.connection import RedisUnreachableError
 from loraplex.router.dispatch.relay import AdvertisedAddressError
 from loraplex.router.settings import Settings
+from loraplex.runtime.interpreter import importing
 from loraplex.runtime.rpc.children.process import LaunchError, Process
 from loraplex.runtime.rpc.server import PortInUse, stop_signal
 from loraplex.runtime.rpc.settings import SettingsError, read_settings
@@ -40,9 +41,6 @@ log = logging.getLogger("loraplex.router.processes")
 # Number of new objects after which Python looks for garbage among them, and of such looks until one among older ones.
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.
 _COLLECTIONS = (20_000, 20, 20)
-# Interval in seconds after which a thread that reads a large format gives way to the event loop; Python's own is 5 ms,
-# which each turn of the loop would wait.
-_SWITCH_S = 2e-4
 # Errors that waiting cannot fix: the message says in one line what to do.
 STOPPING = (
     SettingsError,
@@ -71,13 +69,9 @@ def main(argv: Sequence[str], process: int = 0) -> int:
         set_up_logging(f"router-{process}" if process else "router", settings.log_format, settings.log_level)
         if settings.processes > 1 and not process:
             return uvloop.run(supervise(settings, argv))
-        gc.disable()  # the imported modules stay: looking for garbage among them takes a tenth of the start
-        from loraplex.router.app import run
-
-        gc.freeze()
-        gc.enable()
+        with importing():
+            from loraplex.router.app import run
         gc.set_threshold(*_COLLECTIONS)
-        sys.setswitchinterval(_SWITCH_S)
         uvloop.run(run(settings.of_process(process), supervised=True) if process else run(settings))
     except STOPPING as error:
         print(f"error: {error}", file=sys.stderr)

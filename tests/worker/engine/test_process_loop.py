@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from loraplex.contracts.options import TokenLogprobs
-from loraplex.worker.engine.process import serve, without_gc
+from loraplex.runtime.interpreter import importing
+from loraplex.worker.engine.process import serve
 from loraplex.worker.engine_api import Output
 from loraplex.worker.ipc import PROMPT_TOKENS, Abort, FromEngine, PromptLogprobs, Stepped, ToEngine, step_messages
 
@@ -67,7 +68,7 @@ def test_the_accounts_are_checked_once_in_each_idle_time() -> None:
 
 def test_imports_are_left_out_of_garbage_collections() -> None:
     before = gc.get_freeze_count()
-    with without_gc():
+    with importing():
         assert not gc.isenabled()
         kept: list[list[object]] = [[] for _ in range(1000)]
     assert gc.isenabled()

@@ -9,7 +9,6 @@ loraplex worker certify --model DIR --quantized int4 --adapter DIR     the figur
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -25,14 +24,11 @@ from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype
 from loraplex.contracts.artifacts.gguf_files import refuse_gguf
 from loraplex.contracts.artifacts.quantization import FLAG_HELP, parse_quantization
+from loraplex.runtime.interpreter import importing
 from loraplex.runtime.rpc.settings import SettingsError, read_settings, setting
 from loraplex.worker import cluster_plan, plan
 from loraplex.worker.cluster_plan import LoadSettings
 from loraplex.worker.engine_api import ModelUnusableError
-
-# Interval in seconds after which a thread that reads a large job gives way to the event loop; Python's own is 5 ms,
-# which each turn of the loop would wait.
-_SWITCH_S = 2e-4
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,24 +53,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _work(argv: list[str]) -> int:
-    gc.disable()  # the imported modules stay: looking for garbage among them takes a tenth of the start
-    import uvloop
+    with importing():
+        import uvloop
 
-    from loraplex.contracts.broker.connection import RedisUnreachableError
-    from loraplex.runtime.rpc.server import PortInUse
-    from loraplex.runtime.telemetry.logging import environment_of, set_up_logging
-    from loraplex.runtime.telemetry.metrics import MetricsPortError
-    from loraplex.runtime.tenancy.audit_log import AuditFileError
-    from loraplex.worker.io.app import run
-    from loraplex.worker.io.engine_client import EngineUnusableError
-    from loraplex.worker.io.settings import Settings
-
-    gc.freeze()
-    gc.enable()
+        from loraplex.contracts.broker.connection import RedisUnreachableError
+        from loraplex.runtime.rpc.server import PortInUse
+        from loraplex.runtime.telemetry.logging import environment_of, set_up_logging
+        from loraplex.runtime.telemetry.metrics import MetricsPortError
+        from loraplex.runtime.tenancy.audit_log import AuditFileError
+        from loraplex.worker.io.app import run
+        from loraplex.worker.io.engine_client import EngineUnusableError
+        from loraplex.worker.io.settings import Settings
     settings = read_settings(Settings, "worker", argv, os.environ)
     set_up_logging("worker", settings.log_format, settings.log_level)
     os.environ.update(environment_of(settings.log_format, settings.log_level))  # for the engine process
-    sys.setswitchinterval(_SWITCH_S)
     try:
         uvloop.run(run(settings))
     except (AuditFileError, PortInUse, MetricsPortError, RedisUnreachableError, EngineUnusableError) as error:

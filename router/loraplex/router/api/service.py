@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
@@ -56,8 +56,6 @@ from loraplex.runtime.rpc.receiving import RECEIVE_S, OneMessage, reading
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.shares import FairTurns, Shares
 from loraplex.runtime.tenancy.permissions import SGLANG_SERVICE
-
-T = TypeVar("T", pb.GenerateResponse, pb.ResumeResponse)
 
 # Maximum number of fields of a message, those of the messages in it too; packed numbers count as one. A chat has about
 # three for each of its messages. Ten thousand are counted in two to twenty milliseconds, by the lengths of their
@@ -346,9 +344,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     record.count(message.event)
                     yield await self._write(message, call.tenant, pb.ResumeResponse())
 
-    async def _write(self, message: Message, tenant: str, response: T) -> T:
-        write = partial(write_message, message, response.event)
-        await self.prompts.run(tenant, count_numbers(message.event), write)
+    async def _write(self, message: Message, tenant: str, response: Any) -> Any:
+        await self.prompts.run(tenant, count_numbers(message.event), partial(write_message, message, response.event))
         return response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

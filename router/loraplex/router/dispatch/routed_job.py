@@ -337,8 +337,7 @@ class RoutedJob:
             self.first_token_at = time.monotonic()
             self.adapter_ms = frame.adapter_ms or 0.0
         self.cached_tokens = max(self.cached_tokens, frame.cached_tokens or 0)
-        if frame.prompt_logprobs:
-            self.prompt_logprobs = frame.prompt_logprobs
+        self.prompt_logprobs = frame.prompt_logprobs or self.prompt_logprobs
 
     def close_choice(self, index: int) -> None:
         """End a choice that the reader needs no more of; its worker is to stop it."""

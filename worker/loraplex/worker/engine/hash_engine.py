@@ -168,11 +168,10 @@ class HashEngine(Engine[Scheduler]):
 
     def _commit(self, batch: Batch, sampling: list[Row]) -> list[Output]:
         for row in batch.rows:
-            alternatives = row.sequence.spec.prompt_logprobs or 0
-            row.sequence.prompt_logprobs += [
-                hash_logprobs(self._model, following, following, alternatives)
-                for following in row.sequence.ids[row.prompt_positions.start + 1 : row.prompt_positions.stop + 1]
-            ]
+            sequence, told = row.sequence, row.prompt_positions
+            alternatives = sequence.spec.prompt_logprobs or 0
+            for token in sequence.ids[told.start + 1 : told.stop + 1]:
+                sequence.prompt_logprobs.append(hash_logprobs(self._model, token, token, alternatives))
         sampled = [self._next(row.sequence) for row in sampling]
         failures = {row: token for row, (token, _) in zip(sampling, sampled, strict=True) if isinstance(token, Failure)}
         ids = [token if isinstance(token, int) else -1 for token, _ in sampled]

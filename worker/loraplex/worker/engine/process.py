@@ -16,13 +16,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import is_encoder
 from loraplex.contracts.artifacts.hash_model import is_hash_spec
+from loraplex.runtime.interpreter import importing
 from loraplex.runtime.telemetry.logging import logging_of, set_up_logging
 from loraplex.worker.engine.engine import Engine
 from loraplex.worker.engine.hash_engine import HashEngine
@@ -53,19 +52,6 @@ from loraplex.worker.ipc import (
 # Interval in seconds at which threads are switched. Python's default of 5 ms makes a step, whose thread lets go of the
 # interpreter for every torch operator, wait that long for a thread that loads an adapter.
 _SWITCH_S = 1e-4
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Import without garbage collection: the modules of torch and transformers stay, and looking for garbage among them
-    takes a sixth of the time. Later collections leave them out.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def freeze_gc() -> None:
@@ -135,7 +121,7 @@ def run(end: EngineEnd) -> int:
 
 def run_rank(sock: socket.socket) -> int:
     """Run a rank of a split model; return the exit code."""
-    with without_gc():
+    with importing():
         from loraplex.worker.engine.ranks import RankEnd
         from loraplex.worker.engine.torch_engine import follow
 
@@ -215,7 +201,7 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
         return HashEngine(config, end.wake, on_begun)
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
     if is_encoder(config.model):
-        with without_gc():
+        with importing():
             from loraplex.worker.engine.encoder.engine import build_encoder
 
         def on_progress() -> None:
@@ -223,7 +209,7 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
 
         encoder = build_encoder(config, on_loaded=end.wake, on_begun=on_begun, on_progress=on_progress)
         return encoder
-    with without_gc():
+    with importing():
         from loraplex.worker.engine.device import before_compilations
         from loraplex.worker.engine.torch_engine import build_engine
 

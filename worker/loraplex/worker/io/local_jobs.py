@@ -127,8 +127,6 @@ class LocalChoice:
         """Set its end; nothing more is recorded of it."""
         self._enter(LocalChoiceState.ENDED)
         self.ending = ending
-        if not self.ids and ending.kind is None:
-            self.prompt_logprobs.clear()  # they are not all of the prompt's
 
     def drop(self) -> None:
         """Note that nobody wants it any more."""
