@@ -43,7 +43,6 @@ def add_frames(progress: dict[LocalChoice, None], batch: pb.FrameBatch) -> None:
 
 
 def add_frame(choice: LocalChoice, batch: pb.FrameBatch) -> pb.Frame:
-def add_frame(choice: LocalChoice, batch: pb.FrameBatch) -> pb.Frame:
     """Add a frame of an answer's new tokens; the last frame carries the finish reason."""
     end = choice.sent + FRAME_TOKENS
     frame = batch.frames.add(
