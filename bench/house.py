@@ -160,7 +160,7 @@ def to_read() -> dict[str, int]:
     commands = [*_commands()]
     return {
         "words in docs/": count(r"\S+", *_git_files("docs/**.md")),
-        "settings": count(r"^\| `--", "docs/reference/settings.md"),
+        "settings": count(r"^- `--", "docs/reference/settings.md"),
         "commands": len(commands),
         "parameters of commands": sum(commands),
         "Redis keys": count(r"^lp:", "loraplex/contracts/broker/keys.py"),

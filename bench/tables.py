@@ -27,12 +27,13 @@ def rewrite(page: str, report: Mapping[str, Any]) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the report's command, machine and tables as Markdown."""
+    """Return the report's command, machine, tables, and ratios with their aims in brackets as Markdown."""
     machine = report["machine"]
     where = f"`{report['command']}` on {machine['processor']}, {machine['cores']} cores, load {machine['load_1_min']}."
-    ratios = [[f"`{key}`", cell(value), report["aims"][key]] for key, value in report["ratios"].items()]
+    aims = {key: "" if aim == "reported" else f" ({aim})" for key, aim in report["aims"].items()}
+    ratios = "\n".join(f"- `{key}`: {cell(value)}{aims[key]}" for key, value in report["ratios"].items())
     rows = report.get("page_rows") or report["rows"]
-    return "\n\n".join((where, *_tables(rows), _table(("ratio", "value", "aim"), ratios)))
+    return "\n\n".join((where, *_tables(rows), ratios))
 
 
 def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

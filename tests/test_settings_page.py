@@ -32,17 +32,15 @@ other prefixes are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATE
 
 ## In several processes
 
-| flag | processes | meaning |
-| --- | --- | --- |
 """
 
 
-def cells(field: dataclasses.Field[Any]) -> tuple[str, str]:
-    """Return the first cell of a setting's row, with its default, and the last; one without a default is required."""
+def texts(field: dataclasses.Field[Any]) -> tuple[str, str]:
+    """Return a setting's flag with its default, or that it is required, and its meaning."""
     required = " (required)" if field.default is dataclasses.MISSING else ""
     default = "" if required or field.default in ("", None) or field.default is False else f" {field.default}"
-    meaning = re.sub(r" \(docs/[\w/-]+\.md\)", "", field.metadata["help"]).replace("|", "\\|")
-    return f"| `--{field.name.replace('_', '-')}{default}`{required} |", f" {meaning} |\n"
+    meaning = re.sub(r" \(docs/[\w/-]+\.md\)", "", field.metadata["help"])
+    return f"`--{field.name.replace('_', '-')}{default}`{required}", meaning
 
 
 def page() -> str:
@@ -50,16 +48,16 @@ def page() -> str:
     owners: dict[tuple[str, str], list[str]] = {}
     for name, process in PROCESSES.items():
         for field in dataclasses.fields(process):
-            owners.setdefault(cells(field), []).append(name)
+            owners.setdefault(texts(field), []).append(name)
     parts = [HEAD]
     parts += [
-        f"{flag} {'all' if len(of) == len(PROCESSES) else ', '.join(of)} |{rest}"
-        for (flag, rest), of in owners.items()
+        f"- {flag}, of {'all' if len(of) == len(PROCESSES) else ', '.join(of)}: {meaning}\n"
+        for (flag, meaning), of in owners.items()
         if len(of) > 1
     ]
     for name in PROCESSES:
-        parts.append(f"\n## {name}\n\n| flag | meaning |\n| --- | --- |\n")
-        parts += [flag + rest for (flag, rest), of in owners.items() if of == [name]]
+        parts.append(f"\n## {name}\n\n")
+        parts += [f"- {flag}: {meaning}\n" for (flag, meaning), of in owners.items() if of == [name]]
     return "".join(parts)
 
 

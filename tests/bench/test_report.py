@@ -42,7 +42,7 @@ def test_the_page_has_a_place_for_every_benchmark(name: str) -> None:
     made = report(name).to_json()  # once: it has the machine's load
     written = rewrite(PAGE.read_text(), made)
     assert "| ours | 1,234.5 |  |\n| theirs | 2 | GB/s |" in written
-    assert "| `speed` | 2.5 | >= 3 |" in written
+    assert "- `speed`: 2.5 (>= 3)\n- `gap`: 0.3 (<= 1)\n" in written
     assert f"`python -m bench.{name}` on " in written
     assert rewrite(written, made) == written
 
