@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from loraplex.contracts.options import Encode, StoppingParams
-from loraplex.worker.engine.encoder.engine import EncoderEngine, build_encoder
+from loraplex.encoders.engine import EncoderEngine, build_encoder
 from loraplex.worker.engine_api import EngineConfig, NewSequence
 from loraplex.worker.plan import PlanSettings, plan
 

@@ -26,8 +26,8 @@ from loraplex.cli.computations import ask_worker
 from loraplex.cli.terminal import CommandError
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.contracts.artifacts import ArtifactError
+from loraplex.model_tools.commands import measure
 from loraplex.runtime.rpc import errors
-from loraplex.worker.__main__ import measure
 from tests.cancelling_adapter import write_cancelling_adapter
 
 if TYPE_CHECKING:
@@ -530,7 +530,7 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
     certificate = shown["revisions"][0]["certificates"][0]
     assert (certificate["verdict"], certificate["breach"].partition("0.")[0]) == ("warned", "greedy agreement ")
 
-    from loraplex.worker.engine.quantized.copy import write_copy
+    from loraplex.model_tools.quantized_copy import write_copy
 
     copy, prompts = tmp_path / "copy", tmp_path / "prompts.jsonl"
     write_copy(model, str(copy), "int8")

@@ -22,10 +22,10 @@ from loraplex.contracts.artifacts.quantization import stored_scheme
 from loraplex.contracts.artifacts.revision import lora_tensors
 from loraplex.contracts.grammars import GrammarError
 from loraplex.contracts.grammars.build import json_grammar, lark_grammar, regex_grammar
+from loraplex.engine_protocols.sglang_messages import lark_of
 from loraplex.router.api.convert import count_received, read_received, read_request
 from loraplex.router.api.encoding import read_classify, read_embed
 from loraplex.router.api.service import field_in_excess
-from loraplex.router.api.sglang_messages import lark_of
 from loraplex.router.text.chat_templates import Template
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.tenancy.api_keys import bearer, split_api_key

@@ -37,7 +37,7 @@ LIMITS = FitnessLimits(
 def test_verdicts_agree_with_accuracies(
     model_directory: Path, adapters: dict[str, Path], tmp_path: Path, scheme: str, adapter: str, verdict: str
 ) -> None:
-    from loraplex.worker.engine.evaluation.certificate import certify
+    from loraplex.model_tools.certificate import certify
 
     directory = shutil.copytree(adapters[adapter], tmp_path / adapter)
     (directory / "adapter_config.json").write_bytes(read_config(directory))

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loraplex.inference.v1 import inference_pb2_grpc
 from redis.asyncio import Redis
@@ -49,7 +50,7 @@ from loraplex.router.metrics import RouterMetrics
 from loraplex.router.purge import CellPurge, RouterData, TenantDataService
 from loraplex.router.quotas.quotas import Plans, Quotas
 from loraplex.router.quotas.usage import UsageLog
-from loraplex.router.settings import Settings
+from loraplex.router.settings import ENGINE_PROTOCOLS, Settings
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import CallError, PermissionDenied
 from loraplex.runtime.rpc.interceptors import CallMeter, Interceptor
@@ -123,11 +124,13 @@ def add_services(
     servers.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
     servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
     if settings.engine_protocol:
-        # Imported where it is served alone: its package need not be installed.
-        from loraplex.router.api.sglang import SglangScheduler, register
+        parts = inference, dispatcher, commands, block_feed, settings.engine_adapter, waits_for
+        servers.add(_engine_protocol(settings).SglangScheduler(*parts).register)
 
-        engine = SglangScheduler(inference, dispatcher, commands, block_feed, settings.engine_adapter, waits_for)
-        servers.add(lambda server: register(engine, server))
+
+def _engine_protocol(settings: Settings) -> Any:
+    """Import the module of the protocol, whose package need not be installed where it is not served."""
+    return import_module(ENGINE_PROTOCOLS[settings.engine_protocol])
 
 
 def _server(
@@ -139,9 +142,7 @@ def _server(
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     inner: list[Interceptor] = [open_calls, auditor]
     if settings.engine_protocol:
-        from loraplex.router.api.sglang import UnnamedCallers  # see add_services
-
-        inner.insert(0, UnnamedCallers(settings.engine_tenant))
+        inner.insert(0, _engine_protocol(settings).UnnamedCallers(settings.engine_tenant))
     # More calls of one connection than the limit of open calls, so that this limit refuses them.
     options = [*channel_options(), ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)]
     return Server(guard, outer=[meter], interceptors=inner, options=options, shared_ports=shared_ports)

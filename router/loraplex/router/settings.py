@@ -23,8 +23,9 @@ from loraplex.runtime.tenancy.api_keys import STALE_S
 from loraplex.runtime.tenancy.audit_log import FILE_HELP
 from loraplex.runtime.tenancy.guard import is_loopback, is_tenant
 
-# The engine protocol that is served, and the tenant of its calls that name none: that of the command.
-SGLANG, DEFAULT_TENANT = "sglang", "default"
+# Engine protocols and their modules, at the edge; and the tenant of calls that name none: that of the command.
+ENGINE_PROTOCOLS = {"sglang": "loraplex.engine_protocols.sglang"}
+DEFAULT_TENANT = "default"
 # Settings that each of several processes has for itself: ports, and files that it writes.
 _OWN_PORTS = ("relay_port", "operator_port", "operator_mtls_port", "metrics_port")
 _OWN_FILES = ("usage_file", "audit")
@@ -124,10 +125,10 @@ class Settings(AccessSettings):
             )
 
     def _check_engine_protocol(self) -> None:
-        if self.engine_protocol not in {"", SGLANG}:
-            raise ValueError(f"--engine-protocol {self.engine_protocol}: only {SGLANG} is known")
+        if self.engine_protocol not in {"", *ENGINE_PROTOCOLS}:
+            raise ValueError(f"--engine-protocol {self.engine_protocol}: only {', '.join(ENGINE_PROTOCOLS)} is known")
         if self.engine_protocol:
-            check_installed(f"--engine-protocol {SGLANG}", "smg_grpc_proto")
+            check_installed(f"--engine-protocol {self.engine_protocol}", "smg_grpc_proto")
         if not is_tenant(self.engine_tenant):
             raise ValueError(f"--engine-tenant {self.engine_tenant!r}: not a tenant's name")
 

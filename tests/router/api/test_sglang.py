@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from loraplex.contracts.artifacts.generation_config import UNSAID, GenerationConfig
-from loraplex.router.api.sglang_messages import ReasoningCount, reasoning_end
+from loraplex.engine_protocols.sglang_messages import ReasoningCount, reasoning_end
 from loraplex.router.catalog.store_client import Manifest
 from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer
 from loraplex.runtime.rpc.errors import InvalidField, NotBuilt
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")
 
-from loraplex.router.api.sglang import TokenizerFiles, model_info
-from loraplex.router.api.sglang_messages import engine_field_names
+from loraplex.engine_protocols.sglang import TokenizerFiles, model_info
+from loraplex.engine_protocols.sglang_messages import engine_field_names
 
 MODEL = Path(__file__).parents[3] / "examples" / "model"
 DEFAULTS = GenerationConfig(do_sample=True, temperature=0.5, top_k=20, max_new_tokens=9)
@@ -73,7 +73,7 @@ async def test_calls_at_the_same_time_share_a_zip(monkeypatch: pytest.MonkeyPatc
         made.append(len(files))
         return b"zip", "sha256"
 
-    monkeypatch.setattr("loraplex.router.api.sglang._zipped", zipped)
+    monkeypatch.setattr("loraplex.engine_protocols.sglang._zipped", zipped)
     tokenizers, own = TokenizerFiles(), manifest(**FILES)
 
     async def ask() -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.router.api.sglang_messages import engine_field_names, read_generate
+from loraplex.engine_protocols.sglang_messages import engine_field_names, read_generate
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import InvalidField
 
@@ -46,7 +46,7 @@ async def test_a_field_with_too_many_values_is_refused_before_they_are_read(
     def copied(*args: Any, **fields: Any) -> None:
         raise AssertionError("copied before its size is known")
 
-    monkeypatch.setattr("loraplex.router.api.sglang_messages.pb.GenerateSpec", copied)
+    monkeypatch.setattr("loraplex.engine_protocols.sglang_messages.pb.GenerateSpec", copied)
     models: Any = SimpleNamespace(get=lambda name: MODEL)
     ids = [1] * 65 if field == "input_ids" else [1]
     request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), sampling_params=params)

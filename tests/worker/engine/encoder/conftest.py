@@ -12,7 +12,7 @@ from loraplex.worker.engine_api import EngineConfig
 @pytest.fixture
 def make_encoder(one_thread: None) -> Iterator[Callable[..., Any]]:
     """Call with (directory, **settings): an engine in float32, closed after the test."""
-    from loraplex.worker.engine.encoder.engine import build_encoder
+    from loraplex.encoders.engine import build_encoder
 
     engines = []
 

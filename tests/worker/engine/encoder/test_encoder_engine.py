@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loraplex.contracts.options import Encode, FinishReason, StoppingParams
-from loraplex.worker.engine.encoder.body import Text, TextAttention
+from loraplex.encoders.body import Text, TextAttention
 from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, SequenceRefusedError
 from loraplex.worker.io.results import warm_up_sequence
 from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracle, texts, vectors_of
@@ -141,7 +141,7 @@ def test_tenants_share_the_texts_of_a_step(bert: EncoderOracle, make_encoder: Ca
 
 
 def test_a_step_gives_signs_of_life(bert: EncoderOracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    from loraplex.worker.engine.encoder import engine as build
+    from loraplex.encoders import engine as build
 
     monkeypatch.setattr(build, "_SIGN_S", 0.0)
     signs: list[int] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loraplex.contracts.options import Encode, FinishReason, StoppingParams
-from loraplex.worker.engine.encoder.engine import EncoderScheduler
+from loraplex.encoders.engine import EncoderScheduler
 from loraplex.worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence
 
 LIMITS = EngineLimits(rows=12, max_tokens=40, max_rank=8, vocab_size=50, block_size=16, blocks=36, adapter_slots=2)

@@ -29,7 +29,7 @@ LIMITS = FitnessLimits(min_agreement=0.8, max_kl=0.2, max_drop=0.05)
 def test_logits_and_answers_are_transformers_own(tiny_llama: TinyModel) -> None:
     import torch
 
-    from loraplex.worker.engine.evaluation.report import EvaluatedModel, greedy
+    from loraplex.model_tools.report import EvaluatedModel, greedy
     from loraplex.worker.engine.model.loader import load_model
 
     prompts = [tuple(3 + (number * 31 + at * 7) % 300 for at in range(length)) for number, length in enumerate((5, 90))]
@@ -51,7 +51,7 @@ def test_logits_and_answers_are_transformers_own(tiny_llama: TinyModel) -> None:
 def test_differences_are_those_of_their_definitions() -> None:
     import torch
 
-    from loraplex.worker.engine.evaluation.report import Differences
+    from loraplex.model_tools.report import Differences
 
     generator = torch.Generator().manual_seed(1)
     p, q = (torch.randn(9, 40, generator=generator) for _ in range(2))
@@ -71,7 +71,7 @@ def test_differences_are_those_of_their_definitions() -> None:
 def test_logits_that_are_not_numbers_agree_with_nothing() -> None:
     import torch
 
-    from loraplex.worker.engine.evaluation.report import Differences
+    from loraplex.model_tools.report import Differences
 
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(2))
     broken = logits.clone()
@@ -85,8 +85,8 @@ def test_logits_that_are_not_numbers_agree_with_nothing() -> None:
 
 
 def test_the_report_of_a_quantized_copy(tmp_path: Path) -> None:
-    from loraplex.worker.engine.evaluation.report import quantization_report
-    from loraplex.worker.engine.quantized.copy import write_copy
+    from loraplex.model_tools.quantized_copy import write_copy
+    from loraplex.model_tools.report import quantization_report
 
     copy = str(tmp_path / "copy")
     write_copy(SHIPPED, copy, "int8")
@@ -114,7 +114,7 @@ def test_the_report_of_a_quantized_copy(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_kv_cache_of_8_bits_costs_the_shipped_model_less_than_half_a_percent_of_perplexity(tmp_path: Path) -> None:
-    from loraplex.worker.engine.evaluation.report import quantization_report
+    from loraplex.model_tools.report import quantization_report
 
     text = tmp_path / "topics.txt"
     text.write_text(topics["with"][:600])
@@ -131,7 +131,7 @@ def test_a_kv_cache_of_8_bits_costs_the_shipped_model_less_than_half_a_percent_o
     [({"quantization": ""}, "is not quantized"), ({"original_digest": "sha256:00"}, "is not a quantized copy")],
 )
 def test_a_directory_that_is_no_copy_is_refused(change: dict[str, Any], words: str) -> None:
-    from loraplex.worker.engine.evaluation.report import check_copy
+    from loraplex.model_tools.report import check_copy
 
     original = read_base_model(SHIPPED)
     copy = read_base_model(SHIPPED, quantize="int8")
@@ -141,7 +141,7 @@ def test_a_directory_that_is_no_copy_is_refused(change: dict[str, Any], words: s
 
 
 def test_an_adapter_s_own_tokens_are_read_as_tokens() -> None:
-    from loraplex.worker.engine.evaluation.report import TextCodec
+    from loraplex.model_tools.report import TextCodec
 
     plain = TextCodec(Path(SHIPPED))
     number = read_base_model(SHIPPED).vocab_size
@@ -154,7 +154,7 @@ def _own_answers(adapter: str, texts: list[str]) -> list[str]:
     """Return the greedy answers to chats, rendered and decoded by transformers' tokenizer, on the original."""
     from transformers import AutoTokenizer
 
-    from loraplex.worker.engine.evaluation.report import EvaluatedModel, greedy
+    from loraplex.model_tools.report import EvaluatedModel, greedy
     from loraplex.worker.engine.model.loader import load_model
 
     tokenizer: Any = AutoTokenizer.from_pretrained(SHIPPED)
@@ -170,7 +170,7 @@ def _own_answers(adapter: str, texts: list[str]) -> list[str]:
 
 
 def test_a_certificate_counts_whole_answers_to_chats_and_those_that_are_right(tmp_path: Path) -> None:
-    from loraplex.worker.engine.evaluation.certificate import certify
+    from loraplex.model_tools.certificate import certify
 
     directory = shutil.copytree(EXAMPLES / "adapters" / "acme" / "shout", tmp_path / "sound")
     texts = ["Return a list of", "The default value", "If the file", "Open the module"]
@@ -190,7 +190,7 @@ def test_a_certificate_counts_whole_answers_to_chats_and_those_that_are_right(tm
 
 
 def test_a_certificate_catches_an_adapter_that_needs_the_exact_weights(tmp_path: Path) -> None:
-    from loraplex.worker.engine.evaluation.certificate import certify
+    from loraplex.model_tools.certificate import certify
 
     prompts = ("Return a list of", "The default value", "If the file")
     broken = certify(SHIPPED, "int4", str(write_cancelling_adapter(Path(SHIPPED), tmp_path / "broken", prompts)))

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.worker.engine.gguf import convert_adapter
-from loraplex.worker.engine.gguf.config import ARCHITECTURES
+from loraplex.model_tools.gguf import convert_adapter
+from loraplex.model_tools.gguf.config import ARCHITECTURES
 from tests.worker.engine.gguf.written import add_tensor, finish, logits, make_source, write_adapter
 
 auto: Any = AutoModelForCausalLM

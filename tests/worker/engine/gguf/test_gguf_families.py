@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.worker.engine.gguf import import_gguf
-from loraplex.worker.engine.gguf.config import ARCHITECTURES
+from loraplex.model_tools.gguf import import_gguf
+from loraplex.model_tools.gguf.config import ARCHITECTURES
 from tests.worker.engine.gguf.written import logits, make_source, write_model
 
 # Norms of these are stored with 1 added, which rounds.

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.worker.engine.gguf import file as gguf_file
-from loraplex.worker.engine.gguf.file import read_gguf
+from loraplex.model_tools.gguf import file as gguf_file
+from loraplex.model_tools.gguf.file import read_gguf
 
 
 @pytest.fixture

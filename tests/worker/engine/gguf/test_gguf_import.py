@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.options import StoppingParams
-from loraplex.worker.engine.gguf import base, import_gguf
-from loraplex.worker.engine.gguf import file as gguf_file
+from loraplex.model_tools.gguf import base, import_gguf
+from loraplex.model_tools.gguf import file as gguf_file
 from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.gguf.written import END, add_tensor, finish, make_source, write_model
 from tests.worker.engine.model.tiny_families import CRAMPED, answer

@@ -13,11 +13,12 @@ import torch
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
-from loraplex.worker.__main__ import quantize as run
+from loraplex.model_tools import calibration
+from loraplex.model_tools import quantized_copy as copy
+from loraplex.model_tools.calibration import Calibration
+from loraplex.model_tools.commands import quantize as run
+from loraplex.model_tools.quantized_copy import stored_tensors, write_copy
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
-from loraplex.worker.engine.quantized import calibration, copy
-from loraplex.worker.engine.quantized.calibration import Calibration
-from loraplex.worker.engine.quantized.copy import stored_tensors, write_copy
 from loraplex.worker.engine.quantized.rounding import round_weight
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, equal, quantize
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model, requests_of, with_adapter

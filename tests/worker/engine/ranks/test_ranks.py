@@ -65,7 +65,7 @@ def test_ranks_give_one_processs_ids_and_logits(
 def test_a_quantized_checkpoint_is_divided_too(
     ranks: int, scheme: str, tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
-    from loraplex.worker.engine.quantized.copy import write_copy
+    from loraplex.model_tools.quantized_copy import write_copy
 
     make_wide("llama", tmp_path / "model")
     write_copy(str(tmp_path / "model"), str(tmp_path / "copy"), scheme)

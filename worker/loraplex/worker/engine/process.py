@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+from importlib import import_module
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError
@@ -49,6 +50,8 @@ from loraplex.worker.ipc import (
     step_messages,
 )
 
+# Module of the engine of encoders, which is at the edge.
+ENCODERS = "loraplex.encoders.engine"
 # Interval in seconds at which threads are switched. Python's default of 5 ms makes a step, whose thread lets go of the
 # interpreter for every torch operator, wait that long for a thread that loads an adapter.
 _SWITCH_S = 1e-4
@@ -202,12 +205,12 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
     if is_encoder(config.model):
         with importing():
-            from loraplex.worker.engine.encoder.engine import build_encoder
+            build_encoder = import_module(ENCODERS).build_encoder
 
         def on_progress() -> None:
             end.send(Stepped([], encoder.stats()))
 
-        encoder = build_encoder(config, on_loaded=end.wake, on_begun=on_begun, on_progress=on_progress)
+        encoder: Engine[Any] = build_encoder(config, on_loaded=end.wake, on_begun=on_begun, on_progress=on_progress)
         return encoder
     with importing():
         from loraplex.worker.engine.device import before_compilations

@@ -30,8 +30,8 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
-from loraplex.worker.engine.gguf.config import ROPE_FACTORS, read_config, tensor_names
-from loraplex.worker.engine.gguf.file import GgufFile, TensorEntry
+from loraplex.model_tools.gguf.config import ROPE_FACTORS, read_config, tensor_names
+from loraplex.model_tools.gguf.file import GgufFile, TensorEntry
 
 # Tensors of files that the model has no parameter for.
 UNREAD = (ROPE_FACTORS,)

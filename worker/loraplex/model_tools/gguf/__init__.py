@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import BaseModel
-from loraplex.worker.engine.gguf.file import check_types, read_gguf
+from loraplex.model_tools.gguf.file import check_types, read_gguf
 
 # Names of the dtypes that weights are written in.
 DTYPES = ("bfloat16", "float32")
@@ -31,7 +31,7 @@ def import_gguf(
         raise ArtifactError(str(directory), "exists; give a new directory")
     file = read_gguf(path)
     check_types(file)
-    from loraplex.worker.engine.gguf.base import write_model
+    from loraplex.model_tools.gguf.base import write_model
 
     return write_model(file, directory, dtype, progress)
 
@@ -40,6 +40,6 @@ def convert_adapter(path: Path, base: Path, out: Path) -> None:
     """Write a GGUF adapter's peft files to a directory; `base` is its base model's. Raises ArtifactError, OSError."""
     file = read_gguf(path)
     check_types(file)
-    from loraplex.worker.engine.gguf.adapter import write_adapter
+    from loraplex.model_tools.gguf.adapter import write_adapter
 
     write_adapter(file, base, out)

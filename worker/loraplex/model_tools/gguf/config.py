@@ -19,7 +19,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.worker.engine.gguf.file import GgufFile
+from loraplex.model_tools.gguf.file import GgufFile
 
 # Tensor of llama's rope scaling: the divisor of each frequency.
 ROPE_FACTORS = "rope_freqs.weight"

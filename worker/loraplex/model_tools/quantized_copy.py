@@ -24,7 +24,7 @@ from loraplex.contracts.artifacts.base_modules import LinearWeight, read_weights
 from loraplex.contracts.artifacts.checkpoint import Checkpoint, read_checkpoint
 from loraplex.contracts.artifacts.families import FAMILIES
 from loraplex.contracts.artifacts.quantization import EIGHTHS, Quantization, calibrated_name, parse_quantization
-from loraplex.worker.engine.quantized.calibration import EIGHT_BITS, Calibration, calibrated_weights
+from loraplex.model_tools.calibration import EIGHT_BITS, Calibration, calibrated_weights
 from loraplex.worker.engine.quantized.stored import open_tensors
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize_tensor
 

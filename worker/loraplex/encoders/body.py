@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
+from loraplex.encoders.loader import LoadedEncoder
 from loraplex.worker.engine.attention.paged import AttentionContext, LayerCall
-from loraplex.worker.engine.encoder.loader import LoadedEncoder
 from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct
 from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
 

@@ -23,7 +23,8 @@ from loraplex.contracts.artifacts.peft_config import (
     parse_chat_settings,
     parse_peft_config,
 )
-from loraplex.worker.engine.evaluation.report import (
+from loraplex.model_tools.calibration import read_tokenizer
+from loraplex.model_tools.report import (
     Differences,
     EvaluatedModel,
     Ids,
@@ -32,7 +33,6 @@ from loraplex.worker.engine.evaluation.report import (
     greedy,
     load_pair,
 )
-from loraplex.worker.engine.quantized.calibration import read_tokenizer
 
 # Number of prompts that are drawn, and of their tokens and the answers'.
 _DRAWN, _DRAWN_TOKENS, _DRAWN_ANSWER_TOKENS = 16, 24, 32

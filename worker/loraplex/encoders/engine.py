@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from loraplex.contracts.options import FinishReason
+from loraplex.encoders.body import EncoderBody
+from loraplex.encoders.loader import ClassifierHeads, LoadedEncoder, load_encoder
 from loraplex.worker.engine.device import is_out_of_memory, step_threads
-from loraplex.worker.engine.encoder.body import EncoderBody
-from loraplex.worker.engine.encoder.loader import ClassifierHeads, LoadedEncoder, load_encoder
 from loraplex.worker.engine.engine import Engine
 from loraplex.worker.engine.linear.choice import unmeasured
 from loraplex.worker.engine.linear.layouts import replace_linears

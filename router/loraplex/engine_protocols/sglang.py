@@ -30,10 +30,7 @@ from loraplex.contracts.artifacts.generation_config import GENERATION_CONFIG, Ge
 from loraplex.contracts.artifacts.names import SHARED
 from loraplex.contracts.broker.commands import Verb
 from loraplex.contracts.broker.messages import WorkerState
-from loraplex.router.api.cluster import AdapterCommands
-from loraplex.router.api.encoding import normalized
-from loraplex.router.api.service import InferenceService
-from loraplex.router.api.sglang_messages import (
+from loraplex.engine_protocols.sglang_messages import (
     EngineAnswer,
     KvEventBatches,
     engine_field_names,
@@ -41,6 +38,9 @@ from loraplex.router.api.sglang_messages import (
     read_generate,
     reasoning_end,
 )
+from loraplex.router.api.cluster import AdapterCommands
+from loraplex.router.api.encoding import normalized
+from loraplex.router.api.service import InferenceService
 from loraplex.router.catalog.models import asking_redis
 from loraplex.router.catalog.store_client import Manifest
 from loraplex.router.dispatch.block_feed import BlockFeed
@@ -202,6 +202,10 @@ class SglangScheduler:
         self._began, self._started_at = time.monotonic(), Timestamp()
         self._started_at.GetCurrentTime()
         self._tokenizers = TokenizerFiles()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Let a server serve the protocol."""
+        sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(self, server)
 
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Stream the answer to a request: chunks if it asks for them, then each choice whole."""
@@ -365,8 +369,3 @@ class UnnamedCallers(Interceptor):
             return inner(request, context)
 
         return named
-
-
-def register(service: SglangScheduler, server: grpc.aio.Server) -> None:
-    """Let a server serve the protocol."""
-    sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(service, server)

@@ -27,8 +27,8 @@ from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.families import is_embedding
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, lora_fields
 from loraplex.contracts.artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
-from loraplex.worker.engine.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES, tensor_names
-from loraplex.worker.engine.gguf.file import GgufFile, TensorEntry
+from loraplex.model_tools.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES, tensor_names
+from loraplex.model_tools.gguf.file import GgufFile, TensorEntry
 from loraplex.worker.engine.quantized.stored import transformers_config
 
 _PAIR = (".lora_a", ".lora_b")

@@ -1,0 +1,1 @@
+"""Protocols that gateways speak to engines, which a router serves beside its own: `--engine-protocol`."""
