@@ -14,36 +14,32 @@ The roles that may call each RPC, by port. Any other call gets PERMISSION_DENIED
 [loraplex/runtime/tenancy/permissions.py](../../loraplex/runtime/tenancy/permissions.py); after a change run
 `.venv/bin/python -m tests.tenancy.permissions_page docs/reference/permissions.md`.
 
-- **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for
-  workers and other routers.
-- **Scopes** narrow a role: a key or token that has scopes may call only the methods of these scopes.
+- **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for workers and
+  other routers. Without credentials one port serves all, and every caller has every role.
+- **Scopes**, in brackets, narrow a role: a key or token that has scopes may call only the methods of these scopes.
 - **Workers** call DownloadRevision with a router's grant for that revision.
 - **ExternalScaler** has a port of its own, without credentials, because KEDA sends none. With TLS it asks for a
   certificate.
-- **Without credentials** one port serves the columns `public` and `operators`, and every caller has every role.
-
-| RPC | scope | public | operators, relay |
-| --- | --- | --- | --- |
 """
 
 
 def page() -> str:
-    """Return the page: a row for the RPCs of a service that have the same permission."""
-    rows = []
+    """Return the page: a line for the RPCs of a service that have the same permission."""
+    parts = []
     for service, methods in groupby(PERMISSIONS.items(), key=lambda item: item[0].split("/")[1]):
-        names: dict[tuple[str, ...], list[str]] = {}
+        names: dict[str, list[str]] = {}
         for name, permission in methods:
-            names.setdefault(_cells(permission), []).append(name.rpartition("/")[2])
-        rows.append(f"| **{service}** | | | |\n")
-        rows += [f"| {', '.join(of)} | {' | '.join(cells)} |\n" for cells, of in names.items()]
-    return _HEAD + "".join(rows)
+            names.setdefault(_callers(permission), []).append(name.rpartition("/")[2])
+        parts.append(f"\n**{service}**\n\n")
+        parts += [f"- {', '.join(of)}{callers}\n" for callers, of in names.items()]
+    return _HEAD + "".join(parts)
 
 
-def _cells(row: Permission) -> tuple[str, ...]:
+def _callers(row: Permission) -> str:
     if row.anybody:
-        return ("", "anybody", "anybody")
-    public, operators, relay = (", ".join(sorted(row.roles.get(port, ()))) for port in Port)
-    return (row.scope, public, ", ".join(filter(None, (operators, relay and f"{relay} (relay)"))))
+        return ": anybody"
+    roles = [f"{port.name.lower()}: {', '.join(sorted(of))}" for port in Port if (of := row.roles.get(port, ()))]
+    return f" ({row.scope}): {'; '.join(roles)}"
 
 
 if __name__ == "__main__":

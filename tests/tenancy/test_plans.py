@@ -23,7 +23,7 @@ def test_the_page_has_an_example_and_every_field(path: Path) -> None:
     assert example
     path.write_text(textwrap.dedent(example[1]))
     assert PlansFile(path).content["tenants/acme"].weight == 3
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(FIELDS)
+    assert re.findall(r"^- `(\w+)`:", page, re.MULTILINE) == list(FIELDS)
 
 
 @pytest.mark.parametrize(
