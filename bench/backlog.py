@@ -56,7 +56,7 @@ class _Claimers:
         self.claims = 0
 
     async def run(self, url: str, number: int) -> None:
-        """Claim as worker.io.intake.Intake does; never returns."""
+        """Claim as loraplex.worker.io.intake.Intake does; never returns."""
         redis = await connect(url)
         queue = JobQueue(redis, _KEYS, worker_id=f"w{number}")
         wait_s, is_busy = 0.0, number % 2 == 0

@@ -47,7 +47,7 @@ AIMS = {
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 # Maximum share of a core that a cell's Redis should use, so that it has reserves for bursts.
 _CORE_SHARE = 0.7
-# Queries a second by each router, as in router.dispatch.dispatcher and router.catalog.models, and number of routers.
+# Queries a second by each router, as in loraplex.router.dispatch.dispatcher and catalog.models, and number of routers.
 _WATCHES_PER_S, _LOOKS_PER_S, ROUTERS = 4, 2, 4
 
 

@@ -38,7 +38,7 @@ from loraplex.worker.io.results import REPORT_S
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
 # Intervals in ms of a worker's claims, while it is idle or full and while jobs wait, and of its beats, as in
-# worker.io.intake and broker.liveness; and of its usage reports.
+# loraplex.worker.io.intake and contracts.broker.liveness; and of its usage reports.
 _IDLE_MS, _PACE_MS, BEAT_MS, REPORT_MS = IDLE_S * 1e3, PACE_S * 1e3, 500, REPORT_S * 1e3
 _Event = Literal["arrival", "end", "look", "beat", "watch", "warm"]
 

@@ -87,7 +87,7 @@ class InlineProver:
 
 
 class SimulatedEngine:
-    """Stands in for worker.io.engine_client.EngineProcess. `node` is the engine's own process."""
+    """Stands in for loraplex.worker.io.engine_client.EngineProcess. `node` is the engine's own process."""
 
     pid = 0
 

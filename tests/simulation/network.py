@@ -20,7 +20,7 @@ Handlers: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 _FAST_S, _SLOW_S = (0.0002, 0.002), (0.005, 0.06)
 _SLOW_CHANCE = 0.05
 _APART_S = 1e-6
-# rpc.server.relay_options: a ping each second, two seconds to answer it.
+# loraplex.runtime.rpc.server.relay_options: a ping each second, two seconds to answer it.
 _LOOK_S, _SILENT_S = 0.25, 3.0
 _OUTSIDE = Context()
 

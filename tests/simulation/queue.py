@@ -78,7 +78,7 @@ class SimulatedQueue(JobQueue):
 
 
 class SimulatedUsage:
-    """Stands in for router.quotas.usage.UsageLog: the events that it reads are on the disk at once."""
+    """Stands in for loraplex.router.quotas.usage.UsageLog: the events that it reads are on the disk at once."""
 
     def __init__(self, redis: SimulatedRedis) -> None:
         self._redis = redis

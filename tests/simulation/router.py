@@ -75,7 +75,7 @@ _PAGE, _PAGE_S = 500, 0.5
 
 
 class SimulatedStore:
-    """A router.catalog.store_client.StoreClient with one base model, and adapters by name."""
+    """A loraplex.router.catalog.store_client.StoreClient with one base model, and adapters by name."""
 
     def __init__(
         self, base: BaseModel, adapters: Mapping[str, AdapterRef], keys: Iterable[str], accounts: int = 0
@@ -271,7 +271,7 @@ class SimulatedRouter:
         self._following = [self.node.start(work) for work in for_ever]
 
     async def _follow_workers(self) -> None:
-        # router.app, but for its health.
+        # loraplex.router.app, but for its health.
         while True:
             await look_at_workers(self.models, self.dispatcher, self.reach, self.cells)
             await asyncio.sleep(LOOK_S)
@@ -307,7 +307,7 @@ class SimulatedRouter:
         return [task for task in self._following if task.done()]
 
     async def drain(self) -> None:
-        """Hand back all calls and end what was begun, as router.app does before its process ends."""
+        """Hand back all calls and end what was begun, as loraplex.router.app does before its process ends."""
         self.generation.drain()
         await asyncio.sleep(HAND_OVER_S)
         await self.dispatcher.drain_tasks()

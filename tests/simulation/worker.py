@@ -61,7 +61,7 @@ class _Disk:
 
 
 class SimulatedFetcher:
-    """Stands in for worker.io.adapters.fetch.AdapterFetcher: every revision is the same files, after a while."""
+    """Stands in for loraplex.worker.io.adapters.fetch.AdapterFetcher: each revision is the same files."""
 
     disk = _Disk()
 
@@ -100,7 +100,7 @@ class SimulatedFetcher:
 
 
 class SimulatedPin:
-    """Stands in for worker.io.adapters.fetch.DiskPin."""
+    """Stands in for loraplex.worker.io.adapters.fetch.DiskPin."""
 
     def __init__(self, fetcher: SimulatedFetcher) -> None:
         self._fetcher = fetcher
@@ -119,7 +119,7 @@ class SimulatedPin:
 
 
 class SimulatedHealth:
-    """Stands in for rpc.server.Server."""
+    """Stands in for loraplex.runtime.rpc.server.Server."""
 
     serving = False
 
@@ -153,7 +153,7 @@ class SimulatedWorker:
         self.running = self.node.start(self._run())
 
     async def _run(self) -> None:
-        # worker.io.app.run, without what reads files and binds ports.
+        # loraplex.worker.io.app.run, without what reads files and binds ports.
         redis, fetcher, health = cast(Any, (self.redis.client, self.fetcher, self.health))
         breaker = EngineBreaker()
         await run_sessions(

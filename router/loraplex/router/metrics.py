@@ -62,7 +62,7 @@ class RouterMetrics(Meters):
         self.calls = self.rpc_calls()
         self.refused = self.refused_callers()
         self.audit = AuditCounts(self)
-        # Refreshed by router.app.
+        # Refreshed by loraplex.router.app.
         self.open_requests = self.gauge("requests_open", "This router's requests, queued or running.", ("state",))
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)
         self.workers = self.gauge(

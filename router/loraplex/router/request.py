@@ -1,4 +1,4 @@
-"""Requests and the messages that answer them, inside the router; `router.api` makes them from the wire, and back."""
+"""Requests and their answers' messages, inside the router; `loraplex.router.api` makes them from the wire, and back."""
 
 from __future__ import annotations
 

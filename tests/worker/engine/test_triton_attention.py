@@ -77,7 +77,7 @@ class Driver:
 def test_a_kernel_says_that_it_is_compiled_before_it_is_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker waits longer for an engine that compiles; see worker.io.app.watch_steps."""
+    """A worker waits longer for an engine that compiles; see loraplex.worker.io.app.watch_steps."""
     from triton import knobs
     from triton.runtime import driver
 

@@ -48,7 +48,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TextAttention:
-    """Implements worker.engine.attention.paged.StepAttention for a step's texts."""
+    """Implements loraplex.worker.engine.attention.paged.StepAttention for a step's texts."""
 
     texts: tuple[Text, ...]
 

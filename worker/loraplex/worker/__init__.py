@@ -1,6 +1,4 @@
-"""The worker: an I/O process (`worker.io`) and an engine process (`worker.engine`), which meet in `worker.ipc` and
-`worker.engine_api`.
-"""
+"""The worker: an I/O process (`io`) and an engine process (`engine`), which meet in `ipc.py` and `engine_api.py`."""
 
 import os
 

@@ -105,7 +105,7 @@ class MemoryPlan:
 
 
 class RankParts(Protocol):
-    """The parts of a model that one of several ranks has: worker.engine.parallel.splits.RankPlan."""
+    """The parts of a model that one of several ranks has: loraplex.worker.engine.parallel.splits.RankPlan."""
 
     def split(self, name: str, outputs: int, inputs: int) -> Any:
         """Return the part of a linear layer, a Split; None: all of it."""

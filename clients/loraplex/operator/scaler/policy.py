@@ -1,6 +1,6 @@
 """The policy of `loraplex scaler`, without I/O: how many workers a model needs. bench.autoscaling simulates it.
 
-Work is in charged tokens (broker/terms.py): a prompt's token counts 1, an answer's 2, at the answer's full length. With
+Work is in charged tokens: a prompt's token counts 1, an answer's 2, at the answer's full length. With
 it, a few long jobs need as many workers as many short ones.
 
     of work = max(arriving / BUSY, arriving + waiting / time left for it) / rate of a worker, in work per second

@@ -161,7 +161,7 @@ class Choice:
 
 
 # Maximum tokens of one read, which go into one message: with the most log probabilities, and those of the held back
-# tokens, about 1.5 MiB of its 4 (router.generation.admission).
+# tokens, about 1.5 MiB of its 4 (loraplex.router.generation.admission).
 READ_TOKENS = 4_096
 
 

@@ -359,7 +359,7 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_f
 
 
 def render(template: Template, request: Mapping[str, Any]) -> str:
-    """Render a request of router.text.chat. Raises RefusedError and whatever the template raises."""
+    """Render a request of loraplex.router.text.chat. Raises RefusedError and whatever the template raises."""
     chat = request["chat"]
     if chat["tools"] and not template.renders_tools:
         raise RefusedError("the chat template renders no tools", "chat.tools")

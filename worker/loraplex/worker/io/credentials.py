@@ -22,7 +22,7 @@ _NONCE_BYTES = 32
 
 
 class LinkCredentials:
-    """The worker's side of router.dispatch.relay. Raises ValueError where the certificate is no worker's.
+    """The worker's side of loraplex.router.dispatch.relay. Raises ValueError where the certificate is no worker's.
 
     gRPC has checked that the server's certificate is of an authority of --tls-ca and names the address that was
     dialled. A worker's certificate could pass as well: so the welcome has to prove the role.

@@ -115,7 +115,7 @@ class EngineProcess:
         self._expected = False
         # True while its last message says that it compiles.
         self.compiling = False
-        # True while it is out of service because it does not step (worker.io.app).
+        # True while it is out of service because it does not step (loraplex.worker.io.app).
         self.stalled = False
 
     @classmethod

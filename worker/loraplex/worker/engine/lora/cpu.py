@@ -192,7 +192,7 @@ def _fill_lines(lines: NDArray[np.int64], pair: LoraPair | None) -> None:
 
 
 class CpuExperts:
-    """Implements worker.engine.lora.base_layers.ExpertAdapters.
+    """Implements loraplex.worker.engine.lora.base_layers.ExpertAdapters.
 
     The rows of its groups are pairs of a token and an expert, sorted by expert and slot.
     """
@@ -279,7 +279,7 @@ class CpuEmbedding(nn.Module):
 
 
 class CpuLayers:
-    """Implements worker.engine.lora.base_layers.AdapterLayers. An adapter's tensors are referenced, not copied."""
+    """Implements AdapterLayers of base_layers. An adapter's tensors are referenced, not copied."""
 
     def __init__(
         self,

@@ -306,7 +306,7 @@ _NO_TILE = (-1, 0, 0)
 
 
 class CudaLora:
-    """Implements worker.engine.lora.base_layers.AdapterLayers: slots of modules in groups with the same input."""
+    """Implements AdapterLayers of base_layers: slots of modules in groups with the same input."""
 
     def __init__(
         self,

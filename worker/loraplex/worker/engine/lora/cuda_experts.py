@@ -54,7 +54,7 @@ def tile_pairs(  # type: ignore[no-untyped-def]
 
 
 class CudaExperts:
-    """Implements worker.engine.lora.base_layers.AdapterLayers, for a model's experts and its other layers."""
+    """Implements loraplex.worker.engine.lora.base_layers.AdapterLayers, for a model's experts and its other layers."""
 
     def __init__(
         self,

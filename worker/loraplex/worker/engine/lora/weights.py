@@ -365,7 +365,7 @@ class PackedAdapter:
 
 
 class TorchAdapterMemory:
-    """Implements worker.engine.scheduling.adapter_tiers.AdapterMemory for torch models.
+    """Implements loraplex.worker.engine.scheduling.adapter_tiers.AdapterMemory for torch models.
 
     `read` reads an adapter from its directory, `install` puts it into a slot of the model's layers.
     """

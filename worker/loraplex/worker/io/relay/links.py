@@ -89,7 +89,7 @@ class ForgetError(Exception):
 
 
 class RelayHandler(Protocol):
-    """Carries out what routers ask for: worker.io.results.Results."""
+    """Carries out what routers ask for: loraplex.worker.io.results.Results."""
 
     def remove(self, job_id: str, attempt: int) -> None:
         """Stop and remove a job: its router has all of it, or wants no more."""
