@@ -10,7 +10,6 @@ import uvloop
 
 from loraplex.adapter_store.app import BootstrapKeyError, StoreSettings, serve
 from loraplex.adapter_store.signers import SignersError
-from loraplex.adapter_store.sources.policy import SourcesError
 from loraplex.adapter_store.storage import DataDirectoryError
 from loraplex.adapter_store.webhooks import WebhooksError
 from loraplex.contracts.plans import PlansError
@@ -27,7 +26,6 @@ STOPPING = (
     DataDirectoryError,
     AuditFileError,
     PlansError,
-    SourcesError,
     SignersError,
     WebhooksError,
     MetricsPortError,

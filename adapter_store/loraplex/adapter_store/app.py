@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import grpc
@@ -33,9 +34,7 @@ from loraplex.adapter_store.release_service import ReleaseService
 from loraplex.adapter_store.releases import Releases
 from loraplex.adapter_store.service import AdapterService, WorkerGrants
 from loraplex.adapter_store.signers import Signers, read_signers
-from loraplex.adapter_store.sources.policy import Sources
 from loraplex.adapter_store.storage import DataDirectory
-from loraplex.adapter_store.transfer import Transfers
 from loraplex.adapter_store.webhooks import Webhooks, read_webhooks
 from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 from loraplex.contracts.artifacts.fitness import FitnessLimits
@@ -67,6 +66,8 @@ from loraplex.runtime.tenancy.permissions import Port
 REFUSE, WARN = "refuse", "warn"
 log = logging.getLogger(__name__)
 
+# Module of imports and exports, which is at the edge.
+TRANSFERS = "loraplex.transfers.transfers"
 # Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
 # Interval in seconds between looks for deleted revisions whose time has passed.
@@ -172,8 +173,8 @@ class Store:
     async def start(self) -> None:
         """Open the data, listen, serve.
 
-        Raises DataDirectoryError, PlansError, SignersError, WebhooksError, AuditFileError or PortInUse, and leaves
-        nothing open.
+        Raises DataDirectoryError, PlansError, SettingsError, SignersError, WebhooksError, AuditFileError or PortInUse,
+        and leaves nothing open.
         """
         await asyncio.to_thread(self._open)
         try:
@@ -196,11 +197,11 @@ class Store:
         catalog = Catalog(self._database, self._data, deleted, quotas, self._signers)
         bases = BaseModels(self._database, self._data)
         self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
-        self._transfers = Transfers(
+        self._transfers = import_module(TRANSFERS).Transfers(
             self._data,
             self._receiver,
             quotas,
-            self._sources,
+            Path(path) if (path := self._settings.sources) else None,
             max_adapter_bytes=self._settings.max_adapter_bytes,
             timeout_s=self._settings.transfer_timeout_s,
         )
@@ -315,7 +316,6 @@ class Store:
             self._database = opened.enter_context(closing(self._open_database()))
             self.metrics.catalog_age.set_function(self._database.age_s)
             self._read_keys()
-            self._sources = Sources(Path(path) if (path := self._settings.sources) else None)
             self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
             self._share_catalog()
             self._signers = read_signers(Path(path)) if (path := self._settings.signers) else Signers({})

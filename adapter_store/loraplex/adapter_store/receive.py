@@ -19,7 +19,6 @@ from loraplex.adapter_store.convert import base_from_pb, own_adapter, refusals, 
 from loraplex.adapter_store.open_calls import OpenUploads
 from loraplex.adapter_store.plans import StoreQuotas
 from loraplex.adapter_store.records import Base, Blob, NewBase, NewRevision, Provenance, Revision
-from loraplex.adapter_store.sources.fetch import BESIDE_BYTES
 from loraplex.adapter_store.storage import PIECE_BYTES, CorruptBlob, DataDirectory, Upload
 from loraplex.adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
 from loraplex.contracts.artifacts import ArtifactError, MismatchError
@@ -38,11 +37,13 @@ from loraplex.runtime.rpc.children.pool import ChildDiedError, ChildPool
 from loraplex.runtime.rpc.errors import CallError, DataLoss, DeadlinePassed, InvalidField
 from loraplex.runtime.rpc.principal import caller
 from loraplex_client import InvalidRequestError
-from loraplex_client.adapter_directory import read_config, template_file, why_no_adapter
+from loraplex_client.adapter_directory import FILES_BESIDE, read_config, template_file, why_no_adapter
 
 # Maximum bytes of a base model's small files, and maximum number of the files of an upload.
 _BASE_FILES_BYTES = 64 * 1024 * 1024
 _FILES = 64
+# Maximum bytes of the files beside an adapter's two, of which only the beginning of tokenizer.json is read.
+BESIDE_BYTES = dict.fromkeys(FILES_BESIDE, 2 * 1024 * 1024) | {TOKENIZER_FILE: 64 * 1024 * 1024}
 # The alias of an upload that moves none.
 _NO_ALIAS = "-"
 # Timeouts in seconds before an upload is refused: for receiving what its client still sends, and for the next message.

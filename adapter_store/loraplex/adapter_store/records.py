@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from loraplex.adapter_store.rollouts import ReleaseName, RolloutPlan
-from loraplex.adapter_store.sources import SourceFile
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.fitness import Figures, FitnessLimits
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName
@@ -68,6 +67,17 @@ class FitnessPolicy:
 
     limits: FitnessLimits
     refuses: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of a source. `etag`, `version` and `sha256` (hexadecimal) are empty where the source does not say them."""
+
+    path: str
+    size: int
+    etag: str = ""
+    version: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -39,10 +39,8 @@ from loraplex.adapter_store.grants import Grants
 from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.adapter_store.open_calls import TENANT_PIECE_BYTES
 from loraplex.adapter_store.receive import Receiver
-from loraplex.adapter_store.records import FitnessPolicy, Revision
-from loraplex.adapter_store.sources.fetch import Progress
-from loraplex.adapter_store.storage import DISK_FULL, PIECE_BYTES, BlobReader, CorruptBlob
-from loraplex.adapter_store.transfer import Transfers
+from loraplex.adapter_store.records import FitnessPolicy, NewRevision, Revision
+from loraplex.adapter_store.storage import DISK_FULL, PIECE_BYTES, BlobReader, CorruptBlob, Upload
 from loraplex.contracts.artifacts.names import (
     check_alias,
     parse_adapter_name,
@@ -120,6 +118,20 @@ class WorkerGrants:
             raise
 
 
+class Transfers(Protocol):
+    """Imports and exports, which are at the edge: loraplex.transfers. Both raise errors of a call."""
+
+    def imported(
+        self, request: pb.ImportRevisionRequest, tenant: str
+    ) -> AsyncGenerator[pb.TransferProgress | tuple[NewRevision, Upload], None]:
+        """Yield the progress of an import, and last the revision with its files, which are then to be kept."""
+
+    def exported(
+        self, destination: str, tenant: str, opened: Callable[[], tuple[Revision, Mapping[str, BlobReader]]]
+    ) -> AsyncGenerator[pb.TransferProgress | tuple[Revision, str], None]:
+        """Push a revision, whose files `opened` opens; yields the progress, and last the revision and its pin."""
+
+
 class AdapterService(pb_grpc.AdapterServiceServicer):
     """Methods of the store."""
 
@@ -168,8 +180,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         coming = self._transfers.imported(request, calling_tenant())
         async with self._making_room(), aclosing(coming):
             async for event in coming:
-                if isinstance(event, Progress):
-                    yield pb.ImportRevisionResponse(progress=_progress_to_pb(event))
+                if isinstance(event, pb.TransferProgress):
+                    yield pb.ImportRevisionResponse(progress=event)
                     continue
                 new, upload = event
                 adapter, published, created = await asyncio.to_thread(self._catalog.publish, new, upload)
@@ -199,8 +211,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         )
         async with aclosing(going):
             async for event in going:
-                if isinstance(event, Progress):
-                    yield pb.ExportRevisionResponse(progress=_progress_to_pb(event))
+                if isinstance(event, pb.TransferProgress):
+                    yield pb.ExportRevisionResponse(progress=event)
                     continue
                 pushed, pin = event
                 log.info("exported %s to %s", pushed.name, pin)
@@ -396,11 +408,6 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     def _revision(self, revision: Revision) -> pb.Revision:
         return revision_to_pb(revision, self._fitness)
-
-
-def _progress_to_pb(progress: Progress) -> pb.TransferProgress:
-    done, total = progress.received, progress.total
-    return pb.TransferProgress(done_bytes=done, total_bytes=total, resumed_bytes=progress.resumed)
 
 
 @asynccontextmanager

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapter_store.sources import Interrupted
-from loraplex.adapter_store.sources.fetch import Cancelled, Fetched, Progress, fetch
-from loraplex.adapter_store.sources.oci import push_files
-from loraplex.adapter_store.sources.policy import Rule, parse_uri
 from loraplex.adapter_store.storage import DataDirectory, Upload
 from loraplex.runtime.rpc.errors import InvalidField
+from loraplex.transfers.fetch import Cancelled, Fetched, Progress, fetch
+from loraplex.transfers.oci import push_files
+from loraplex.transfers.policy import Rule, parse_uri
+from loraplex.transfers.sources import Interrupted
 from tests.adapter_store.sources.places import served
 
 URIS = {"hf": "hf://acme/support", "oci": "oci://registry/acme:1", "s3": "s3://bucket/acme"}

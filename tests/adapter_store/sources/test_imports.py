@@ -14,13 +14,13 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.sources import fetch, http
-from loraplex.adapter_store.sources.folder import Folder
-from loraplex.adapter_store.sources.policy import Rule, parse_uri
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from loraplex.runtime.rpc.errors import CallError, InvalidField
+from loraplex.transfers import fetch, http
+from loraplex.transfers.folder import Folder
+from loraplex.transfers.policy import Rule, parse_uri
 from tests.adapter_store.sources.places import COMMIT, Hub, OciRegistry, Place, served
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from pathlib import Path
 import obstore
 import pytest
 
-from loraplex.adapter_store.sources import http
-from loraplex.adapter_store.sources.fetch import Fetched, Progress, fetch
-from loraplex.adapter_store.sources.objects import ObjectFolder
-from loraplex.adapter_store.sources.policy import Rule, Sources, parse_uri
 from loraplex.adapter_store.storage import DataDirectory
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from loraplex.runtime.rpc.errors import Aborted, Mismatch, NotFound, PermissionDenied
 from loraplex.runtime.rpc.timed_http import OpenSockets
+from loraplex.transfers import http
+from loraplex.transfers.fetch import Fetched, Progress, fetch
+from loraplex.transfers.objects import ObjectFolder
+from loraplex.transfers.policy import Rule, Sources, parse_uri
 from tests.adapter_store.sources.places import (
     AZURE_ACCOUNT,
     AZURE_KEY,

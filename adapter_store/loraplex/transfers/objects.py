@@ -13,20 +13,20 @@ import obstore
 from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from loraplex.adapter_store.sources import (
+from loraplex.adapter_store.records import SourceFile
+from loraplex.runtime.rpc.errors import InvalidField
+from loraplex.runtime.rpc.timed_http import OpenSockets
+from loraplex.transfers.http import CONNECT_S, CheckedProxy
+from loraplex.transfers.policy import Rule, SourceUri
+from loraplex.transfers.sources import (
     MAX_FILES,
     PIECE_BYTES,
     Interrupted,
     Listing,
-    SourceFile,
     changed,
     not_found,
     refused,
 )
-from loraplex.adapter_store.sources.http import CONNECT_S, CheckedProxy
-from loraplex.adapter_store.sources.policy import Rule, SourceUri
-from loraplex.runtime.rpc.errors import InvalidField
-from loraplex.runtime.rpc.timed_http import OpenSockets
 
 # Time in seconds for which the library repeats a request by itself.
 _RETRY_S = 10.0

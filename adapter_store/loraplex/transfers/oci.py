@@ -17,16 +17,16 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx2
 
-from loraplex.adapter_store.records import Revision
-from loraplex.adapter_store.sources import Listing, SourceFile, broken, not_found, refused
-from loraplex.adapter_store.sources.http import SourceClient, check_status
-from loraplex.adapter_store.sources.policy import Rule, SourceUri
+from loraplex.adapter_store.records import Revision, SourceFile
 from loraplex.contracts.artifacts.names import DIGEST_PREFIX, is_digest, sha256_bytes
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from loraplex.runtime.json_object import parse_bounded
 from loraplex.runtime.rpc.errors import InvalidField, Mismatch
 from loraplex.runtime.rpc.timed_http import OpenSockets
+from loraplex.transfers.http import SourceClient, check_status
+from loraplex.transfers.policy import Rule, SourceUri
+from loraplex.transfers.sources import Listing, broken, not_found, refused
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT = "application/vnd.cncf.model.manifest.v1+json"

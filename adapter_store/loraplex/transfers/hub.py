@@ -10,12 +10,13 @@ from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils._headers import build_hf_headers
 
-from loraplex.adapter_store.sources import MAX_FILES, Listing, SourceFile, broken, not_found
-from loraplex.adapter_store.sources.http import SourceClient, check_status
-from loraplex.adapter_store.sources.policy import Rule, SourceUri
+from loraplex.adapter_store.records import SourceFile
 from loraplex.runtime.json_object import parse_bounded
 from loraplex.runtime.rpc.errors import InvalidField
 from loraplex.runtime.rpc.timed_http import OpenSockets
+from loraplex.transfers.http import SourceClient, check_status
+from loraplex.transfers.policy import Rule, SourceUri
+from loraplex.transfers.sources import MAX_FILES, Listing, broken, not_found
 
 _INFO: Any = ModelInfo
 

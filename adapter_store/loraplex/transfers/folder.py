@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loraplex.adapter_store.sources import MAX_FILES, PIECE_BYTES, Listing, SourceFile, broken, changed, not_found
-from loraplex.adapter_store.sources.policy import Rule, SourceUri
+from loraplex.adapter_store.records import SourceFile
+from loraplex.transfers.policy import Rule, SourceUri
+from loraplex.transfers.sources import MAX_FILES, PIECE_BYTES, Listing, broken, changed, not_found
 
 # A folder on the way to a file is opened without the right to list it, where the system can.
 _ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW

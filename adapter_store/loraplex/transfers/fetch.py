@@ -11,21 +11,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from loraplex.adapter_store.records import Provenance
-from loraplex.adapter_store.sources import MAX_FILES, Interrupted, Listing, Source, SourceFile, broken, down
-from loraplex.adapter_store.sources.policy import Rule, SourceUri
+from loraplex.adapters.v1 import adapters_pb2 as pb
+
+from loraplex.adapter_store.receive import BESIDE_BYTES
+from loraplex.adapter_store.records import Provenance, SourceFile
 from loraplex.adapter_store.storage import Upload
 from loraplex.adapter_store.validate import CONFIG_BYTES
 from loraplex.contracts.artifacts.names import DIGEST_PREFIX
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from loraplex.runtime.rpc.timed_http import OpenSockets
-from loraplex_client.adapter_directory import FILES_BESIDE, TOKENIZER_FILE, TOOL_TEMPLATE_FILE
+from loraplex.transfers.policy import Rule, SourceUri
+from loraplex.transfers.sources import MAX_FILES, Interrupted, Listing, Source, broken, down
+from loraplex_client.adapter_directory import FILES_BESIDE, TOOL_TEMPLATE_FILE
 
 T = TypeVar("T")
 _PICKLE = "adapter_model.bin"
-# Maximum bytes of the files beside the two, of which only the beginning of tokenizer.json is read.
-BESIDE_BYTES = dict.fromkeys(FILES_BESIDE, 2 * 1024 * 1024) | {TOKENIZER_FILE: 64 * 1024 * 1024}
 # Maximum number of reads in a row that bring no byte, and the pause in seconds after the first of them.
 _TRIES, _PAUSE_S = 5, 0.2
 
@@ -50,6 +51,10 @@ class Progress:
         """End the work, also where it waits for a source that sends nothing, or a byte now and then."""
         self.cancelled.set()
         self.sockets.cut()
+
+    def to_pb(self) -> pb.TransferProgress:
+        """Return the message of the numbers."""
+        return pb.TransferProgress(done_bytes=self.received, total_bytes=self.total, resumed_bytes=self.resumed)
 
     def check(self) -> None:
         """Raise Cancelled if the import is to end."""
@@ -101,18 +106,18 @@ def _open(uri: SourceUri, rule: Rule, sockets: OpenSockets) -> Source:
     # Imported late: a store that imports nothing starts without the libraries.
     match uri.scheme:
         case "hf":
-            from loraplex.adapter_store.sources.hub import HubRepository
+            from loraplex.transfers.hub import HubRepository
 
             return HubRepository(uri, rule, sockets)
         case "oci":
-            from loraplex.adapter_store.sources.oci import Registry
+            from loraplex.transfers.oci import Registry
 
             return Registry(uri, rule, sockets)
         case "file":
-            from loraplex.adapter_store.sources.folder import Folder
+            from loraplex.transfers.folder import Folder
 
             return Folder(uri, rule)
-    from loraplex.adapter_store.sources.objects import ObjectFolder
+    from loraplex.transfers.objects import ObjectFolder
 
     return ObjectFolder(uri, rule, sockets)
 

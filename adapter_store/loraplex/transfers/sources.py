@@ -6,23 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from loraplex.adapter_store.records import SourceFile
 from loraplex.runtime.rpc.errors import Aborted, InvalidField, Mismatch, NotFound, Unavailable
 
 # Size in bytes of the pieces that are read from a source.
 PIECE_BYTES = 1 << 20
 # Maximum number of files that a source may list.
 MAX_FILES = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file of a source. `etag`, `version` and `sha256` (hexadecimal) are empty where the source does not say them."""
-
-    path: str
-    size: int
-    etag: str = ""
-    version: str = ""
-    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,18 @@ from urllib.parse import urlsplit
 import httpcore2
 import httpx2
 
-from loraplex.adapter_store.sources import (
+from loraplex.adapter_store.records import SourceFile
+from loraplex.runtime.rpc.errors import CallError, PermissionDenied
+from loraplex.runtime.rpc.timed_http import OpenSockets
+from loraplex.transfers.sources import (
     PIECE_BYTES,
     Interrupted,
-    SourceFile,
     broken,
     changed,
     down,
     not_found,
     refused,
 )
-from loraplex.runtime.rpc.errors import CallError, PermissionDenied
-from loraplex.runtime.rpc.timed_http import OpenSockets
 
 # The library logs every URL, which may be signed for whoever has it.
 logging.getLogger("httpx2").setLevel(logging.WARNING)

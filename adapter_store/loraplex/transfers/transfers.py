@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -21,9 +22,6 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapter_store.plans import StoreQuotas
 from loraplex.adapter_store.receive import Receiver
 from loraplex.adapter_store.records import NewRevision, Provenance, Revision
-from loraplex.adapter_store.sources import Interrupted, down
-from loraplex.adapter_store.sources.fetch import Cancelled, Fetched, Progress, fetch
-from loraplex.adapter_store.sources.policy import Rule, Sources, SourceUri, parse_uri
 from loraplex.adapter_store.storage import BlobReader, CorruptBlob, DataDirectory, Upload
 from loraplex.contracts.artifacts.checkpoint import ADAPTER_HEADER_BYTES
 from loraplex.contracts.artifacts.names import AdapterName
@@ -33,6 +31,9 @@ from loraplex.runtime.json_object import parse_bounded
 from loraplex.runtime.rpc.errors import Aborted, DataLoss, DeadlinePassed, InvalidField, Unavailable
 from loraplex.runtime.rpc.principal import caller
 from loraplex.runtime.rpc.shares import Shares
+from loraplex.transfers.fetch import Cancelled, Fetched, Progress, fetch
+from loraplex.transfers.policy import Rule, Sources, SourceUri, parse_uri
+from loraplex.transfers.sources import Interrupted, down
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +54,17 @@ class _Key:
 
 
 class Transfers:
-    """The imports and exports of one store. It lives on the event loop; the threads are its own."""
+    """The imports and exports of one store, by its file of sources. Raises SourcesError.
+
+    It lives on the event loop; the threads are its own.
+    """
 
     def __init__(
         self,
         data: DataDirectory,
         receiver: Receiver,
         quotas: StoreQuotas,
-        sources: Sources,
+        sources: Path | None,
         *,
         max_adapter_bytes: int,
         timeout_s: float,
@@ -68,7 +72,7 @@ class Transfers:
         self._data = data
         self._receiver = receiver
         self._quotas = quotas
-        self._sources = sources
+        self._sources = Sources(sources)
         self._max_adapter_bytes = max_adapter_bytes
         self._timeout_s = timeout_s
         self._shares = Shares(TRANSFERS)
@@ -88,7 +92,7 @@ class Transfers:
 
     async def imported(
         self, request: pb.ImportRevisionRequest, tenant: str
-    ) -> AsyncGenerator[Progress | tuple[NewRevision, Upload], None]:
+    ) -> AsyncGenerator[pb.TransferProgress | tuple[NewRevision, Upload], None]:
         """Yield the progress of an import, and last the revision with its files, which are then to be kept.
 
         Raises errors of the call.
@@ -104,7 +108,7 @@ class Transfers:
             )
             try:
                 async for _ in self._told(working, progress):
-                    yield progress
+                    yield progress.to_pb()
                 provenance = working.result()
                 new = await self._receiver.check(header, into.upload, tenant, provenance)
                 yield replace(new, warnings=(*progress.warnings, *new.warnings)), into.upload
@@ -115,7 +119,7 @@ class Transfers:
 
     async def exported(
         self, destination: str, tenant: str, opened: Callable[[], tuple[Revision, Files]]
-    ) -> AsyncGenerator[Progress | tuple[Revision, str], None]:
+    ) -> AsyncGenerator[pb.TransferProgress | tuple[Revision, str], None]:
         """Push a revision, whose files `opened` opens; yields the progress, and last the revision and its pin."""
         uri = parse_uri(destination, "destination")
         if uri.scheme != "oci":
@@ -126,7 +130,7 @@ class Transfers:
             working = asyncio.get_running_loop().run_in_executor(self._threads, _push, uri, rule, opened, progress)
             try:
                 async for _ in self._told(working, progress):
-                    yield progress
+                    yield progress.to_pb()
                 revision, pin = working.result()
             finally:
                 progress.cancel()
@@ -193,7 +197,7 @@ def _push(
     uri: SourceUri, rule: Rule, opened: Callable[[], tuple[Revision, Files]], progress: Progress
 ) -> tuple[Revision, str]:
     """Push a revision to a registry; returns the revision and a URI with the digest of the manifest. Blocks."""
-    from loraplex.adapter_store.sources.oci import annotations_of, push_files
+    from loraplex.transfers.oci import annotations_of, push_files
 
     modules = _modules(opened)
     revision, readers = opened()

@@ -31,6 +31,7 @@ from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.names import check_tenant
 from loraplex.runtime.files import FollowedFiles
 from loraplex.runtime.rpc.errors import InvalidField, PermissionDenied, Unavailable
+from loraplex.runtime.rpc.settings import SettingsError
 
 # The values of credentials that a scheme takes.
 CREDENTIALS: Mapping[str, tuple[str, ...]] = {
@@ -51,7 +52,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9._~:@+=, /-]*")
 _AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?")
 
 
-class SourcesError(Exception):
+class SourcesError(SettingsError):
     """A file of sources that cannot be used; the message is one line that names the table and the field."""
 
 

@@ -1,0 +1,1 @@
+"""Imports of adapters from places outside the cluster, and exports to registries."""
