@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+
+# gRPC's C library reads it when it is imported; else it writes to stderr of errors that its calls raise as well.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 # Module of each process, whose `main` takes its arguments, the extra that installs its packages, and what
 # `loraplex --help` says of it.

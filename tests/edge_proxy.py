@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from loraplex.runtime.tenancy.development_ca import DevelopmentCa
@@ -15,12 +14,6 @@ from tests.credentials_files import CA, write_tls_files
 from tests.debian_program import debian_program
 
 EDGE = Path(__file__).parents[1] / "deploy/edge"
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now."""
-    with ExitStack() as open_:
-        return [open_.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def write_edge_files(directory: Path, ca: DevelopmentCa = CA) -> Path:

@@ -69,7 +69,7 @@ class FaultyStore:
 
     async def asked(self, adapter: str, count: int = 1) -> None:
         """Wait until so many downloads of an adapter have begun."""
-        async with asyncio.timeout(20), self._news:
+        async with asyncio.timeout(60), self._news:
             await self._news.wait_for(lambda: self.downloads[adapter] >= count)
 
     async def _get_base_model(self, request: pb.GetBaseModelRequest, context: Context) -> pb.GetBaseModelResponse:

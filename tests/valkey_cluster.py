@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,19 +11,13 @@ from typing import Any, Self
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
+from tests.free_ports import free_ports
 from tests.valkey_server import ValkeyServer
 
 _FLAGS = ("--cluster-enabled", "yes", "--cluster-allow-replica-migration", "no")
 # Shards of a cluster with replicas, the fewest of which a majority can outlive one; time in milliseconds without an
 # answer after which the others hold a node for lost.
 _SHARDS, _LOST_MS = 3, 1000
-
-
-def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
 
 
 def _servers(directory: Path, buses: list[int], *flags: str) -> list[ValkeyServer]:
@@ -39,7 +32,7 @@ class ValkeyCluster:
     """Two nodes, of which the first has all slots at the start; `nodes` are their clients."""
 
     def __init__(self, directory: Path) -> None:
-        self._buses = [free_port(), free_port()]
+        self._buses = free_ports(2)
         self._servers = _servers(directory, self._buses)
         self.nodes: list[Redis] = []
 
@@ -96,7 +89,7 @@ class ReplicatedCluster:
     """Three primaries that share the slots, and a replica of each, which takes over when its primary is lost."""
 
     def __init__(self, directory: Path) -> None:
-        self._buses = [free_port() for _ in range(2 * _SHARDS)]
+        self._buses = free_ports(2 * _SHARDS)
         self._servers = _servers(directory, self._buses, "--cluster-node-timeout", str(_LOST_MS))
 
     @property

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from loraplex.cli import valkey
 from loraplex.runtime.rpc.children.process import Process
-from tests.valkey_cluster import free_port
+from tests.free_ports import free_port
 from tests.valkey_server import ValkeyServer
 
 _READY = re.compile(r"\+monitor master")

@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -14,6 +13,7 @@ from redis.asyncio import Redis
 from loraplex.cli import valkey
 from loraplex.contracts.broker.connection import connect
 from loraplex.runtime.rpc.children.process import Process
+from tests.free_ports import free_port
 
 
 class ValkeyServer:
@@ -26,9 +26,7 @@ class ValkeyServer:
         self._flags = flags
         self._process: Process | None = None
         self.url = valkey.socket_url(directory)
-        with socket.socket() as chosen:  # replicas need a port
-            chosen.bind(("127.0.0.1", 0))
-            self.port = int(chosen.getsockname()[1])
+        self.port = free_port()  # replicas need one
 
     async def start(self) -> None:
         """Run it, until `kill`."""

@@ -211,6 +211,6 @@ def uploads_gone(data: Path) -> Callable[[], Any]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what files say; nothing tells when they change."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -36,7 +36,7 @@ async def ready(client: Client, hash_base: BaseModel) -> Client:
 
 async def gone(client: Client, name: str) -> None:
     """Wait until a name means nothing any more."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await client.get(name)

@@ -66,7 +66,7 @@ async def test_lists_of_one_tenant_take_turns_with_those_of_another() -> None:
     may_read = threading.Event()
 
     def adapters(tenant: str) -> Generator[Adapter, None, None]:
-        may_read.wait(10.0)
+        may_read.wait(60)
         order.append(tenant)
         yield Adapter(AdapterName(tenant, "support"), "hash", {}, 0, 0, "1-0")
 

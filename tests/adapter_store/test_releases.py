@@ -169,7 +169,7 @@ async def test_a_step_by_time_ends_without_requests(releasing: Releasing, client
     release = await releasing.qualified(digests[1])
     timed = releases_pb2.RolloutPlan(steps=[releases_pb2.RolloutStep(permille=10, seconds=1)])
     watch = releasing.stub.WatchReleases(releases_pb2.WatchReleasesRequest(parent=ADAPTER), metadata=metadata("acme"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await releasing.ask("PromoteRelease", name=release.name, plan=timed)
         async for message in watch:
             if message.release.state == releases_pb2.RELEASE_STATE_LIVE:

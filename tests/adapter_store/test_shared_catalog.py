@@ -390,7 +390,7 @@ async def test_a_store_that_cannot_reach_its_bucket_says_how_old_its_keys_are_an
     replica._current_at = time.monotonic() - OLD_S / 2
     await copy.look()
     assert directory.age_s() >= OLD_S / 2
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel, asyncio.timeout(10):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel, asyncio.timeout(60):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         replica._current_at = time.monotonic() - OLD_S - 1

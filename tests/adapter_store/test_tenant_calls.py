@@ -66,7 +66,7 @@ async def serving(calls: TenantCalls) -> AsyncIterator[Served]:
 
 async def begins(served: Served, tenant: str) -> None:
     """Download again and again until a download begins: the server hears of ends a little later."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             call = served.download(tenant)
             with suppress(grpc.aio.AioRpcError):

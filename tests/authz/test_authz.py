@@ -69,7 +69,7 @@ async def test_calls_are_answered_as_the_table_says_and_revoked_keys_end(cluster
         operator = (("authorization", f"Bearer {cluster.bootstrap}"),)
         await stub.RevokeKey(keys_pb2.RevokeKeyRequest(key_id=key.split("_")[1]), metadata=operator)
     revoked = Case(GENERATE, "public", "key", Role.TENANT_USER, "none")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await caller.call(revoked) != "CREDENTIAL_REVOKED":  # noqa: ASYNC110  # the router looks twice a second
             await asyncio.sleep(0.02)
     await caller.close()

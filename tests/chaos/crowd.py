@@ -123,7 +123,7 @@ class Crowd:
 
     async def until_streaming(self, count: int) -> None:
         """Wait until so many calls have brought tokens and still run."""
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(lambda: self.streaming >= count)
 
     async def until_ended(self) -> None:

@@ -194,7 +194,7 @@ async def router_restart(arena: Arena, planned: PlannedFault) -> AsyncIterator[S
 
 async def _until_admitted(arena: Arena, crowd: Crowd, *, claimed: bool = False) -> None:
     """Wait until each call of waiters has ended or has a job, one that a worker has claimed where `claimed`."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             jobs = [job for job in await arena.cluster.jobs() if job.tenant.startswith("waiter-")]
             if sum(bool(job.worker_id) or not claimed for job in jobs) + len(crowd.calls) >= crowd.begun:

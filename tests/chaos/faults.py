@@ -248,7 +248,7 @@ async def _store_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Stri
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 — another process's state has no event
             await asyncio.sleep(0.001)
 

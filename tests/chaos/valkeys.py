@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import struct
 import tempfile
 import time
@@ -23,6 +22,7 @@ from loraplex.cli import valkey
 from loraplex.contracts.broker.connection import connect
 from loraplex.runtime.rpc.children.process import Process
 from tests.chaos.links import Link
+from tests.free_ports import free_port
 
 DUMP = "dump.rdb"
 # The primary's work of so long is gone with a restart or a failover.
@@ -185,7 +185,7 @@ class Valkeys:
 
     async def _save(self) -> None:
         """Write all to the disk, which it refuses while it does so for a new replica."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await self.primary.client.save()
@@ -205,7 +205,7 @@ class Valkeys:
     async def _replicated_mark(self) -> None:
         """Write EARLIER to the replica too, which may still be reading what a restart or a wipe has left."""
         # WAIT is about what its own connection has written.
-        async with asyncio.timeout(20), self.primary.client.client() as one_connection:
+        async with asyncio.timeout(60), self.primary.client.client() as one_connection:
             while True:
                 await one_connection.set(EARLIER, 1)
                 if await one_connection.wait(1, 100):
@@ -213,7 +213,7 @@ class Valkeys:
 
     async def _replicate(self) -> None:
         await self.replica.start(self._replication)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 if (await self.replica.client.info("replication"))["master_link_status"] == "up":
                     break
@@ -221,7 +221,4 @@ class Valkeys:
 
     def _make(self) -> Server:
         self._made += 1
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return Server(Path(self._temporary.name) / f"valkey-{self._made}", port, self._environ)
+        return Server(Path(self._temporary.name) / f"valkey-{self._made}", free_port(), self._environ)

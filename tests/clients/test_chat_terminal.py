@@ -83,7 +83,7 @@ def chat(address: str, state: Path, term: str, *flags: str) -> Iterator[Chat]:
             try:
                 yield Chat(process, ours)
                 os.write(ours, b"\x04")
-                assert process.wait(20) == 0
+                assert process.wait(60) == 0
             finally:
                 process.kill()
     finally:

@@ -74,7 +74,7 @@ async def test_a_restart_serves_what_was_live(tmp_path: Path) -> None:
 
 def certificate_days(metrics: str) -> int:
     """Return the whole days until a process's certificate ends, as its metrics have it."""
-    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as answer:
         (line,) = (line for line in answer if line.startswith(b"loraplex_certificate_end_timestamp_seconds "))
     return int((float(line.split()[1]) - time.time()) // 86400)
 

@@ -30,7 +30,8 @@ from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
-from tests.edge_proxy import EDGE, edge_proxy, free_ports, write_edge_files
+from tests.edge_proxy import EDGE, edge_proxy, write_edge_files
+from tests.free_ports import free_ports
 from tests.rpc.half_sent import HalfSent
 from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 

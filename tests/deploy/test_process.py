@@ -87,7 +87,7 @@ while True: signal.pause()
 async def test_ends_while_a_grandchild_holds_its_output(tmp_path: Path, leftovers: Callable[[], list[str]]) -> None:
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])"
     process = await start(code, tmp_path)
-    assert await asyncio.wait_for(asyncio.shield(process.exited), 30) == 0
+    assert await asyncio.wait_for(asyncio.shield(process.exited), 60) == 0
     await process.kill()
     assert leftovers() == []
 

@@ -211,7 +211,7 @@ async def metrics_of(cluster: Secure) -> dict[str, bytes]:
     addresses["worker"] = (await cluster.processes["worker"].wait_ready())["metrics"]
 
     def fetch(address: str) -> bytes:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
             return bytes(answer.read())
 
     return {f"metrics of {name}": await asyncio.to_thread(fetch, address) for name, address in addresses.items()}

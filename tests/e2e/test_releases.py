@@ -169,7 +169,7 @@ async def rollouts(start_cluster: StartCluster, directory: Path, url: str) -> As
 
 def put(url: str, content: bytes) -> None:
     """Make a bucket, or put an object into one."""
-    with urllib.request.urlopen(urllib.request.Request(url, content, method="PUT"), timeout=10):
+    with urllib.request.urlopen(urllib.request.Request(url, content, method="PUT"), timeout=60):
         pass
 
 
@@ -404,7 +404,7 @@ async def gates(cluster: Any, directory: Path, digest: str) -> None:
     assert results["perplexity"].figures["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-6)
     assert details["endless"] == "did not end within 0.5 s"
     sleeper = int((directory / "endless").read_text())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while alive(sleeper):  # noqa: ASYNC110  # killed, but perhaps not yet gone
             await asyncio.sleep(0.01)
 

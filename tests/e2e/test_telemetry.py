@@ -72,7 +72,7 @@ async def scrape(address: str) -> Samples:
     """The samples that a process serves; asserts that each has the labels of its line in the docs."""
 
     def fetch() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
     found: Samples = {}
@@ -90,7 +90,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def probe(address: str, path: str) -> bytes:
-    with urllib.request.urlopen(f"http://{address}/{path}", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/{path}", timeout=60) as answer:
         content: bytes = answer.read()
         return content
 

@@ -17,6 +17,9 @@ import pytest
 
 from examples.real import is_cached
 
+# The real model on a busy machine. In a fresh clone its engine compiles its kernels first.
+pytestmark = [pytest.mark.nightly, pytest.mark.model, pytest.mark.timeout(600)]
+
 ROOT = Path(__file__).parents[2]
 # A fenced block with its language, or lines that are indented by four.
 BLOCKS = re.compile(r"^```(\w+)\n([\s\S]*?)^```$|((?:^ {4}.*\n)+)", re.MULTILINE)
@@ -106,9 +109,6 @@ async def reader(tmp_path: Path) -> AsyncIterator[Reader]:
     assert up.returncode == 0
 
 
-# With the start of the engine, which compiles its kernels in a fresh clone while other tests do.
-@pytest.mark.timeout(300)
-@pytest.mark.model
 async def test_the_blocks_of_the_tutorial(reader: Reader) -> None:
     """The last one has a test of its own."""
     start, ready, *others = blocks()[:-1]
@@ -123,9 +123,6 @@ async def test_the_blocks_of_the_tutorial(reader: Reader) -> None:
 
 
 # Other tests kill workers of models that start sooner.
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.model
 async def test_the_block_that_kills_a_worker(reader: Reader) -> None:
     last = blocks()[-1]
     assert last.text.splitlines()[1] == 'pkill -9 -f "loraplex worker"'

@@ -12,7 +12,8 @@ import httpx2
 
 from loraplex.cli.local import LocalCluster
 from loraplex.runtime.rpc.server import channel_options
-from tests.edge_proxy import edge_proxy, free_ports, listening
+from tests.edge_proxy import edge_proxy, listening
+from tests.free_ports import free_port
 from tests.hostile.cases import INFERENCE, TENANT
 from tests.hostile.run import Outcome, send_case
 from tests.hostile.uploads import bad_uploads
@@ -105,7 +106,7 @@ async def flooded(port: int, flood: Callable[[int], Awaitable[None]]) -> AsyncIt
 @asynccontextmanager
 async def behind_edge(cluster: LocalCluster) -> AsyncIterator[tuple[int, Callable[[], dict[str, float]]]]:
     """Run the proxy; yields its port, and what tells the memory of each process in MiB."""
-    (port,) = free_ports(1)
+    port = free_port()
     address = f"127.0.0.1:{port}"
     services = {"ROUTERS": cluster.router, "STORES": cluster.store} | (
         {"GATEWAYS": cluster.http} if cluster.http else {}

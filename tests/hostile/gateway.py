@@ -27,7 +27,8 @@ from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSec
 from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import Guard
 from loraplex.runtime.tenancy.permissions import Port
-from tests.edge_proxy import edge_proxy, free_ports, listening
+from tests.edge_proxy import edge_proxy, listening
+from tests.free_ports import free_port
 
 _BODY = b'{"model":"hash","prompt":"x","max_tokens":9,"stream":true}'
 _HELD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%%s\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
@@ -150,7 +151,7 @@ async def attacked(directory: Path, requests_limit: int) -> AsyncIterator[Attack
         drain_s=0.0,
     )
     try:
-        (edge,) = free_ports(1)
+        edge = free_port()
         address = f"127.0.0.1:{edge}"
         async with (
             serving(settings, GatewayMetrics()) as (gateway, _),

@@ -1,6 +1,6 @@
 """The real model, its adapters and the encoder of examples/real.py. Where they are not cached, these tests are skipped.
 
-`make real` fetches them first and asks everything; otherwise a few questions stand for it.
+`make real` fetches them first and asks everything, `make nightly` a few questions.
 """
 
 from __future__ import annotations

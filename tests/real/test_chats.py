@@ -18,7 +18,12 @@ from loraplex_client import Generation
 from tests.e2e.conftest import Cluster, running_cluster
 from tests.real.conftest import WHOLE
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.model, pytest.mark.timeout(3000 if WHOLE else 300)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.model,
+    pytest.mark.nightly,
+    pytest.mark.timeout(3000 if WHOLE else 300),
+]
 
 CHATS, TOKENS = (100, 48) if WHOLE else (4, 12)
 # Least difference of the two best logits, below which float32 sums in another order may swap them.
@@ -151,7 +156,6 @@ async def test_characters_of_several_tokens_arrive_whole(cluster: Cluster) -> No
     assert len("".join(pieces)) >= 2
 
 
-@pytest.mark.nightly
 async def test_an_adapters_template_renders_tools(cluster: Cluster, tokenizer: Any) -> None:
     chat: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Berlin?"}]
     expected = tokenizer.apply_chat_template(
@@ -178,7 +182,6 @@ async def test_an_adapters_template_renders_tools(cluster: Cluster, tokenizer: A
     assert follow_up.usage.prompt_tokens == len(expected)
 
 
-@pytest.mark.nightly
 async def test_an_answer_goes_on_after_its_worker_was_killed(cluster: Cluster) -> None:
     chat = [{"role": "user", "content": "Tell me a long story about a fox and the moon."}]
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}

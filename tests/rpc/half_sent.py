@@ -95,7 +95,7 @@ class HalfSent:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something is so, which changes with a frame of the server."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 self.came.clear()
                 await self.came.wait()

@@ -53,7 +53,7 @@ async def test_a_connection_that_is_old_is_replaced_and_no_call_fails(monkeypatc
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Peers(), server.services)  # type: ignore[abstract]
     port = server.bind("127.0.0.1", 0)
     await server.start()
-    async with asyncio.timeout(20), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with asyncio.timeout(60), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
         async def call() -> None:

@@ -64,7 +64,7 @@ async def served() -> AsyncIterator[Served]:
         await inference_pb2_grpc.InferenceServiceStub(channel).Tokenize(
             pb.TokenizeRequest(), metadata=(("x-loraplex-tenant", "first"),)
         )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         yield served
         await served.server.stop(0)
 

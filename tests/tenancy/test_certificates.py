@@ -171,7 +171,7 @@ async def test_a_connection_does_not_outlive_its_authority_for_long(
     await server.start()
     cert, key = ca.issue("loraplex://tenant/acme")
     credentials = grpc.ssl_channel_credentials(ca.pem, key, cert)
-    async with asyncio.timeout(20), grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+    async with asyncio.timeout(60), grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         await watch.read()
         assert await ask(channel) == "OK"

@@ -110,9 +110,8 @@ app.command()(loadtest)
 
 def main() -> None:
     """Run the command that the arguments name, and exit."""
-    # grpc logs errors that its calls raise as well; the variable silences its C library.
+    # grpc logs errors that its calls raise as well.
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     sys.exit(_run())
 
 

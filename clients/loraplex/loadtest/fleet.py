@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -163,7 +162,6 @@ def _serve(pipe: Connection, target: Target, pool: Sequence[int], number: int, c
     import uvloop
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     logging.getLogger("grpc").setLevel(logging.CRITICAL)
     with contextlib.suppress(OSError):  # The parent has ended.
         uvloop.run(_serve_runs(pipe, target, pool, (number, count)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -43,8 +42,6 @@ def check_logging(log_format: str, log_level: str) -> None:
 def set_up_logging(process: str, log_format: str = "text", log_level: str = "info") -> None:
     """Log to stderr. Raises ValueError on an unknown format or level."""
     check_logging(log_format, log_level)
-    # gRPC's C library writes lines of its own to stderr, of what its calls raise as well; read at its first use.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines(process) if log_format == "json" else _TextLines(process))
     root = logging.getLogger()

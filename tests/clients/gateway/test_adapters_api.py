@@ -65,7 +65,7 @@ async def ask(
     lines = ("Host: localhost", "x-loraplex-tenant: acme", f"Content-Type: {FORM}", *headers)
     head = f"PUT {path} HTTP/1.1\r\nContent-Length: {length or len(body)}\r\n" + "\r\n".join(lines)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             writer.write(head.encode() + b"\r\n\r\n" + body)
             answered = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             size = int(answered.partition("content-length: ")[2].partition("\r")[0])

@@ -72,7 +72,7 @@ async def test_an_answer_to_a_connection_that_was_cut_is_no_error(caplog: pytest
         await server.start_tried.wait()
         _, writer = await asyncio.open_connection(*bound.getsockname())
         writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n" * 2)
-        await asyncio.wait_for(ended.wait(), 20)
+        await asyncio.wait_for(ended.wait(), 60)
         writer.close()
         server.should_exit = True
         await running

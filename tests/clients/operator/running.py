@@ -143,7 +143,7 @@ class World:
     async def ended(self) -> int:
         """Wait for the end of the operator; return its exit code."""
         assert self._process is not None
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             return await self._process.wait()
 
     async def stop(self) -> None:

@@ -94,7 +94,7 @@ async def looks(world: World, count: int = 3) -> None:
             done.set()
 
     world.on_call = count_calls
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await done.wait()
     world.on_call = lambda call: None
 
@@ -167,7 +167,7 @@ async def test_an_import_that_goes_on_ends_with_the_source_or_the_object(world: 
     for edited in (True, False):
         world.hold, world.held = "ImportRevision", asyncio.Event()
         world.kube.apply("LoraAdapter", "slow", source=world.source("slow-1", 51), **spec)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await world.held.wait()
         await world.until("slow", "Importing")
         if edited:

@@ -154,4 +154,4 @@ async def test_a_client_that_leaves_cancels_its_work(client: Client, cluster: Cl
     stream = await client.messages.create(**{**ASKED, "max_tokens": 20_000}, stream=True)
     assert await anext(aiter(stream))
     await stream.close()
-    await asyncio.wait_for(eventually(cluster.idle), 30)
+    await asyncio.wait_for(eventually(cluster.idle), 60)

@@ -123,7 +123,7 @@ async def test_abort_ends_a_request_and_its_work(stub: Any, cluster: Cluster, ev
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [chunk async for chunk in call]
     assert caught.value.code() is grpc.StatusCode.ABORTED
-    await asyncio.wait_for(eventually(cluster.idle), 30)
+    await asyncio.wait_for(eventually(cluster.idle), 60)
     assert not (await stub.Abort(pb.AbortRequest(request_id="endless"))).success
     assert await refused(stub.Abort(pb.AbortRequest())) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id")
 
@@ -132,7 +132,7 @@ async def test_a_client_that_leaves_ends_its_work(stub: Any, cluster: Cluster, e
     call = stub.Generate(asked(20_000, stream=True))
     assert (await call.read()).chunk.token_ids
     call.cancel()
-    await asyncio.wait_for(eventually(cluster.idle), 30)
+    await asyncio.wait_for(eventually(cluster.idle), 60)
 
 
 async def test_reports(stub: Any) -> None:
@@ -182,7 +182,7 @@ async def test_kv_events_tell_of_the_blocks_of_an_answer(stub: Any, cluster: Clu
     (whole,) = await answers(stub, asked(tokenized=pb.TokenizedInput(input_ids=prompt)))
     ids = [*prompt, *whole.output_ids]
     # The last id is no input: five of 16 ids are full.
-    chain, batches = await asyncio.wait_for(followed(call, ids[:80]), 30)
+    chain, batches = await asyncio.wait_for(followed(call, ids[:80]), 60)
     assert batches == list(range(batches[0], batches[0] + len(batches)))
     assert [list(block.token_ids) for _, block, _ in chain] == [ids[at : at + 16] for at in range(0, 80, 16)]
     name = f"tenants/{TENANT}/adapters/a@{cluster.digests['a']}"

@@ -36,7 +36,7 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
     """Send bytes; return status, headers and error of the answer, after which the connection must be closed or idle."""
     reader, writer = await connect(address)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # In a single piece: what comes after the server has closed would reset the connection.
             writer.write(b"".join(parts))
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -88,7 +88,7 @@ async def test_a_client_that_sends_far_too_much_gets_its_answer(cluster: Cluster
     for _ in range(30):
         writer.write(b"a" * 1_000_000)
         await writer.drain()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await reader.readline()).split()[1] == b"413"
     writer.close()
 
@@ -118,7 +118,7 @@ async def test_an_upgrade_that_is_offered_is_ignored(cluster: Cluster, offer: st
         for start in range(0, len(request), cut):
             writer.write(request[start : start + cut])
             await writer.drain()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             answer = await reader.read(-1)
         assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b"HTTP/1.1") == 3
         assert answer.count(b'"chat.completion"') == 2

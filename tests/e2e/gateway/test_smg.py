@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from loraplex.runtime.rpc.settings import is_installed
 from tests.e2e.conftest import Cluster, jobs
 from tests.e2e.gateway.conftest import MESSAGES, PROMPT, Eventually, expected
 from tests.e2e.gateway.kills import kill_busiest_worker, running
+from tests.free_ports import free_ports
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -56,15 +56,6 @@ def write_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def free_ports(count: int) -> list[str]:
-    """Return ports that nobody listens on: smg takes no 0."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def smg(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's own client of an smg whose engines are the routers, in turn."""
@@ -75,7 +66,7 @@ async def smg(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Asy
 @asynccontextmanager
 async def running_smg(cluster: Cluster, directory: Path, policy: str) -> AsyncIterator[openai.AsyncOpenAI]:
     """Run an smg whose engines are the routers; its log is in the directory."""
-    port, metrics = free_ports(2)
+    port, metrics = map(str, free_ports(2))  # smg takes no 0
     flags = ["--host", "127.0.0.1", "--port", port, "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics]
     flags += ["--policy", policy, "--worker-urls", *(f"grpc://{address}" for address in cluster.local.routers)]
     flags += ["--tokenizer-path", str(write_tokenizer(directory / "tokenizer")), "--log-level", "info"]
@@ -186,7 +177,7 @@ async def test_a_client_that_leaves_cancels_its_work(
     stream: Any = await smg.chat.completions.create(**CHAT, max_tokens=20_000, stream=True)
     assert await anext(aiter(stream))
     await stream.close()
-    await asyncio.wait_for(eventually(cluster.idle), 30)
+    await asyncio.wait_for(eventually(cluster.idle), 60)
 
 
 @dataclass

@@ -180,7 +180,7 @@ async def test_large_formats_of_one_tenant_delay_another_s_by_one(monkeypatch: p
 
     def read(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
         if threading.current_thread() is not threading.main_thread():  # which reads what a thread has read
-            assert may_read.wait(10.0)
+            assert may_read.wait(60)
             order.append(tenant)
         return read_format(spec, tenant)
 

@@ -175,7 +175,7 @@ async def test_a_redis_that_does_not_answer_ends_nobody_and_is_named(server: Val
         assert router.models.waits_for() == "Redis to answer"
         server.wake()
         await redis.delete(KEYS.worker("w1-inc"))  # as its time to live would, meanwhile
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while router.models.waits_for():
                 assert await router.look() == ["w1"]
         assert len(router.live) == 1

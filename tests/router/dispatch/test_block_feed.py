@@ -43,12 +43,12 @@ async def subscribed(feed: BlockFeed, sees: Callable[[str], bool] = everyone, ba
 
 
 async def told(subscription: BlockSubscription) -> list[tuple[int, bool]]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return [(event.block.key, event.stored) for event in await subscription.next_events()]
 
 
 async def asked_to_follow(one: WorkerLink) -> bool:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         message = await anext(one.messages())
     assert message.HasField("follow_blocks")
     return message.follow_blocks.on
@@ -79,7 +79,7 @@ async def test_a_subscriber_waits_for_the_lists_of_all_workers() -> None:
     waiting = asyncio.create_task(feed.blocks_of(subscription))
     feed.changed(first, changes(block(1), begins=True))
     feed.changed(second, changes(block(2), begins=True))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert [one.key for one in await waiting] == [1, 2]
     feed.changed(second, changes(block(3)))
     assert await told(subscription) == [(3, True)]

@@ -233,7 +233,7 @@ async def test_a_quarantine_reaches_a_cell_that_was_away_for_long(
     with monkeypatch.context() as away:
         away.setattr(queue, "record_death", fail)
         router.dispatcher._outbox.record_death(JOB)
-        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.wait_for(asked.wait(), 60)
     await router.dispatcher.drain_tasks()
     assert list(await queue.quarantined()) == [(JOB.tenant, ADAPTER.digest)]
 

@@ -355,7 +355,7 @@ async def test_a_job_that_waits_for_long_is_sealed_anew_again_and_again(redis: R
     queue, timing = Recording(redis, KEYS), DispatchTiming(look_s=0.01, seal_s=0.03)
     dispatcher = Dispatcher(lambda *_: queue, lambda *_: placement, timing=timing)
     watch = asyncio.create_task(dispatcher.redispatch_missing())
-    async with dispatched(dispatcher, job()), asyncio.timeout(20):
+    async with dispatched(dispatcher, job()), asyncio.timeout(60):
         assert [await renewed.get() for _ in range(2)] == [("j", placement)] * 2
     watch.cancel()
 

@@ -77,7 +77,7 @@ class ShakyQueue(JobQueue):
 
     async def was_called(self, name: str, times: int) -> None:
         """Wait for so many calls."""
-        async with asyncio.timeout(20), self.called:
+        async with asyncio.timeout(60), self.called:
             await self.called.wait_for(lambda: self.calls[name] >= times)
 
 
@@ -112,7 +112,7 @@ async def test_the_jobs_of_a_lost_worker_go_on_all_but_a_few_at_a_time(
         queue.most_in_flight = 0
         dispatcher.link_down(link)
         again: list[Job] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(again) < count:
                 again += (await queue.claim("sha256:0", roomy)).jobs
                 await queue.wait_for_work(timeout_s=0.05)

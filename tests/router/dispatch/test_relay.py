@@ -124,7 +124,7 @@ def make(choice: LocalChoice, count: int, links: RouterLinks, *, finish: FinishR
 
 async def read(routed: RoutedJob, count: int) -> None:
     """Wait until the router has `count` ids."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while routed.emitted_tokens < count:
             await routed.arrivals(routed.reader)
 
@@ -165,7 +165,7 @@ async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(redis
             make(choice, 50, links, finish=FinishReason.LENGTH)
             await asyncio.sleep(0)
             proxy.heal()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await handler.freed.wait()
             assert routed.choices[0].emitted == list(range(1000, 1100))
             assert routed.job.attempt == 1
@@ -177,7 +177,7 @@ async def test_a_router_that_stops_ends_the_streams_of_its_workers(redis: Redis)
     relay.service(Dispatcher(lambda *_: queue, lambda *_: Placement()), RouterMetrics())
     port = relay.bind("127.0.0.1", 0)
     await relay.server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(60):
         call = relay_pb2_grpc.RelayServiceStub(channel).Connect()
         await call.write(relay_pb2.ConnectRequest(hello=relay_pb2.Hello(worker_id="w", incarnation="i")))
         welcome = await call.read()
@@ -242,7 +242,7 @@ class Worker:
 
     async def interval_ms(self) -> int:
         """Return the next interval."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async for response in self._call:
                 if response.HasField("pace"):
                     return response.pace.interval_ms

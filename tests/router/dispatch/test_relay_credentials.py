@@ -82,7 +82,7 @@ async def linked(tls: TlsFiles, name: str = "w-1") -> AsyncIterator[tuple[Router
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  # both ends are in this process, without a common event
             await asyncio.sleep(0.005)
 

@@ -25,7 +25,7 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
         dispatcher.receive_claims(first, [("j", 1)])
         dispatcher.receive_frame(first, frame(0, 5, 6))
         dispatcher.receive_frame(first, frame(2, returned=True))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await queue.count_waiting():  # noqa: ASYNC110 — Redis tells nobody
                 await asyncio.sleep(0.01)
         # The failover: of all this the replica has attempt 1, which waits.
@@ -33,7 +33,7 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
         await queue.enqueue(older)
         watching = asyncio.create_task(dispatcher.redispatch_missing())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await queue.look_up([("j", 2)]) == [QueueState.ABSENT]:  # noqa: ASYNC110 — as above
                     await asyncio.sleep(0.01)
         finally:
@@ -67,7 +67,7 @@ async def test_a_job_that_only_waited_is_a_newcomer_of_its_key_again(redis: Redi
         await redis.flushall()
         dispatcher.receive_frame(link, frame(0, job_id="ran", returned=True))
         watching = asyncio.create_task(dispatcher.redispatch_missing())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await queue.count_waiting() < 2:  # noqa: ASYNC110 — Redis tells nobody
                 await asyncio.sleep(0.01)
         watching.cancel()

@@ -98,7 +98,7 @@ async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing
     monkeypatch.setattr(generation_module, "JOINED_TOKENS", 4096 if joined else 0)
     gate = Gate(script, answered=answered, monkeypatch=monkeypatch)
     leaving = call(router.generation)
-    await asyncio.wait_for(gate.reached.wait(), 30.0)
+    await asyncio.wait_for(gate.reached.wait(), 60)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     # The reservation ends, and the job is removed, before a slow server carries out the call that was cancelled.

@@ -93,7 +93,7 @@ class Calls:
     async def claim(self, count: int) -> list[Job]:
         """Claim jobs until there are so many."""
         claimed: list[Job] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(claimed) < count:
                 claimed += (await self._queue.claim("sha256:0", ROOMY)).jobs or []
                 if len(claimed) < count:

@@ -133,7 +133,7 @@ async def test_a_request_that_nobody_resumes_ends_after_a_while(
     monkeypatch.setattr("loraplex.router.quotas.quotas.LINGER_S", 0.01)
     quotas = new(tokens_per_day=1_000)
     begun(left := await reserved(quotas, 2, 100), 5)
-    await asyncio.wait_for(left.leave(), 30.0)
+    await asyncio.wait_for(left.leave(), 60)
     assert await day_tokens(redis) == 7
 
 
@@ -160,7 +160,7 @@ async def test_a_router_learns_soon_that_a_request_which_was_left_to_it_is_resum
     await first.renew()
     begun(resumed := await reserved(second, 2, 100, resumed=(left.reservation.id, 20)), 100)
     await first.renew()
-    await asyncio.wait_for(left.leave(), 30.0)
+    await asyncio.wait_for(left.leave(), 60)
     resumed.settle()
     await second.drain(5.0)
     await redis.flushdb()
@@ -360,7 +360,7 @@ async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas,
     with pytest.raises(Exhausted) as refused:
         await with_key.reserve("acme", 2, 100)
     assert refused.value.subject == "keys/k1/quotas/tokens_per_day"
-    await asyncio.wait_for(budget.settle(), 30.0)
+    await asyncio.wait_for(budget.settle(), 60)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [62, 62]
     assert with_key.apply_plan(replace(job(), priority=5)).priority == 1
 

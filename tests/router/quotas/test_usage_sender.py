@@ -86,12 +86,12 @@ class Collector:
     def wait(self, ids: set[str]) -> None:
         """Wait until it has all of these."""
         with self._called:
-            assert self._called.wait_for(lambda: ids <= set(self.ids), 20), ids - set(self.ids)
+            assert self._called.wait_for(lambda: ids <= set(self.ids), 60), ids - set(self.ids)
 
     def wait_calls(self, count: int) -> None:
         """Wait until it was called so often."""
         with self._called:
-            assert self._called.wait_for(lambda: self.calls >= count, 20)
+            assert self._called.wait_for(lambda: self.calls >= count, 60)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_collector_that_fails_hangs_and_restarts_gets_each_event(
     collector.stop()
     monkeypatch.setattr(sender._metrics.usage_send_failures, "inc", away.set)
     ids |= append(path, *"de")
-    assert away.wait(20)
+    assert away.wait(60)
     collector.start()
     collector.wait(ids)
     path.rename(tmp_path / "usage.1")

@@ -32,7 +32,7 @@ class WatchedText(HashTokenizer):
         self.beginnings.release()
         self.threads.add(threading.current_thread())
         if len(text) > SHORT_CHARACTERS:
-            assert self.go.wait(10)
+            assert self.go.wait(60)
         return super().tokenize(text, special_tokens=special_tokens, limit=limit)
 
 

@@ -131,7 +131,7 @@ def test_no_bit_of_an_answer_depends_on_its_company(
 # attention.
 @pytest.mark.parametrize(
     "family",
-    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "gemma2")), "mixtral", "deepseek_v3"],
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "gemma2", "deepseek_v3")), "mixtral"],
 )
 @pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_nor_does_one_of_another_family(
@@ -141,6 +141,7 @@ def test_nor_does_one_of_another_family(
     # Whole vectors in a row: torch's activations have other bits in what is left over.
     wide = {
         "hidden_size": 64,
+        "head_dim": 16,  # as the other model has: kernels are compiled for it
         "intermediate_size": 128,
         "moe_intermediate_size": 64,
         "n_routed_experts": 32,

@@ -20,13 +20,13 @@ from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 # The kernel is compiled for each number of heads and each width, for seconds, so each of these shapes shows several:
-# keys of sixteens alone, values of sixteens and an eight; keys of a sixteen and an eight, values of an eight alone. One
-# query head for one of keys has eights alone, as many families of the other tests have.
-EIGHTS = {"dim": 8, "value_dim": 8}
+# keys of sixteens alone, values of sixteens and an eight; keys of an eight and a four, values of a four and a two, as
+# latent attention of the other tests has. One query head for one of keys has eights alone, as many families there have.
+EIGHTS, LATENT = {"dim": 8, "value_dim": 8}, {"dim": 12, "value_dim": 6}
 SHAPES: dict[str, dict[str, Any]] = {
     "values narrower than keys": {"dim": 80, "value_dim": 24},
-    "7 heads, 1 for keys": {"dim": 24, "value_dim": 8},
-    "14 heads, 2 for keys": {"dim": 24, "value_dim": 8},
+    "7 heads, 1 for keys": LATENT,
+    "14 heads, 2 for keys": LATENT,
     "1 heads, 1 for keys": EIGHTS,
     "3 heads, 3 for keys": EIGHTS,
     "longer splits": EIGHTS,
@@ -62,14 +62,22 @@ def test_every_case_is_what_torch_makes_of_it(name: str) -> None:
     check(Numbers(CASES[name], CPU, torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+# No engine of the CPU is in float16.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
     # Vectors of 16 numbers and of 8: one shape, because each is compiled anew.
     case = replace(CASES["window 5, softcap 1.5, sinks True"], heads=4, kv_heads=2, dim=24, value_dim=24)
     check(Numbers(case, CPU, dtype))
 
 
-@pytest.mark.parametrize("products", ["fastest", *(pytest.param(one, marks=_WITH_TILES) for one in ("tiles", "int8"))])
+@pytest.mark.parametrize(
+    "products",
+    [
+        "fastest",
+        pytest.param("tiles", marks=_WITH_TILES),
+        pytest.param("int8", marks=[_WITH_TILES, pytest.mark.nightly]),
+    ],
+)
 def test_company_changes_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone a row is shared out by its heads, in company it is one task; a chunk's tokens are computed together."""
     case = Case(dim=24, value_dim=24, decodes=(300, 5, 12, 70, 71), chunks=((40, 5), (90, 60)), window=200)

@@ -41,9 +41,9 @@ def test_a_step_never_waits_for_the_device(tiny_llama: Any) -> None:
     config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, block_size=4, kv_blocks=60, step_tokens=16)
     with fake_engine(config) as (engine, _):
         for turn, (name, sampling) in enumerate(SAMPLINGS.items()):
-            prompt = tuple(range(3 + turn, 40 + turn))  # of which no block is cached
+            prompt = tuple(range(3 + turn, 23 + turn))  # of which no block is cached
             for number, prompt_logprobs in enumerate((None, 2)):
-                stopping = StoppingParams(4, min_tokens=2)
+                stopping = StoppingParams(3, min_tokens=2)
                 engine.add_sequence(
                     NewSequence(
                         f"{name} {number}", prompt, sampling=sampling, stopping=stopping, logprobs=2,
@@ -90,13 +90,13 @@ def test_no_kernel_is_compiled_once_the_engine_serves(
         str(directory), "cuda", rows=ROWS, block_size=4, kv_blocks=120, step_tokens=16, adapter_slots=2, max_rank=16,
         dtype=dtype, **more,
     )  # fmt: skip
-    chance, count = random.Random(3), int(os.environ.get("REQUESTS", "45"))
+    chance, count = random.Random(3), int(os.environ.get("REQUESTS", "25"))
     grammars = [choices_grammar(["yes, it is", "no"]), regex_grammar("[a-c]+")]
     with fake_engine(config) as (engine, device):
         ready = set(device.compiled)
         steps = run_requests(engine, draw_requests(count, chance, ADAPTERS, grammars, longest=90), chance)
         print(f"{count} requests, {steps} steps, {len(device.compiled) - len(ready)} compilations")
-        assert steps >= 100
+        assert steps >= 50
         assert set(device.compiled) - ready == set()
         launched = {one.kernel.__name__ for one in device.kernels}
         decodes = "attend_chunks" if more.get("batch_invariant") else "attend_splits"

@@ -114,7 +114,7 @@ class EngineProcess:
         self.until(lambda: names <= self.last.keys())
 
     def exit_code(self) -> int:
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
     def close(self) -> None:
         self.socket.close()

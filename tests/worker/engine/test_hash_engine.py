@@ -45,7 +45,7 @@ class RunningEngine:
         while len(last) < len(ids):
             self._loaded.clear()
             if not self.engine.has_work():
-                assert self._loaded.wait(10), "no work and no adapter on its way"
+                assert self._loaded.wait(60), "no work and no adapter on its way"
             for output in self.engine.step():
                 assert output.offset == len(ids[output.sequence_id])
                 ids[output.sequence_id] += output.token_ids

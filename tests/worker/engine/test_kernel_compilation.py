@@ -37,7 +37,7 @@ def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, mon
         if not begun.is_set():
             begun.set()
             other.start()
-            waits.wait(10)
+            waits.wait(60)
         return numba.cfunc(*arguments, **options)
 
     def wait(_: float) -> None:

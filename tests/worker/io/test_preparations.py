@@ -70,7 +70,7 @@ async def test_jobs_wait_for_a_store_that_restarts_unless_they_keep_others_out(
     waiting = [f"new-{number}" for number in range(2 * ROWS - 2)]
     for job_id in waiting:
         start(job_id)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await until(1)
         asked.clear()
         while asked["here"] < 4 * len(waiting):

@@ -48,7 +48,7 @@ class Worker:
 
     async def ends(self) -> int:
         """Wait for its end; returns the exit code."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await self.process.wait()
 
 
@@ -142,7 +142,7 @@ async def health_of(address: str) -> AsyncIterator[asyncio.Queue[int]]:
 
 async def turns(seen: asyncio.Queue[int], status: int) -> None:
     """Wait for the next change, which must be to this status."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await seen.get() == status
 
 
@@ -150,7 +150,7 @@ async def living(redis_url: str, name: str, count: int) -> list[WorkerState]:
     """Wait until `count` workers have a key; returns their states."""
     redis = await connect(redis_url)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(states := await Liveness(redis, Keys(name, "main")).live_workers()) != count:  # noqa: ASYNC110 - keys are all there is
                 await asyncio.sleep(0.02)
     finally:
@@ -224,7 +224,7 @@ async def test_an_operator_s_drain_ends_it_and_takes_its_key_and_room_back(store
             (state,) = await living(url, "drained", 1)
             redis = await connect(url)
             rooms = f"{keys.prefix}rooms"
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not await redis.hexists(rooms, "w-1"):  # noqa: ASYNC110 - keys are all there is
                     await asyncio.sleep(0.02)
             await CommandQueue(redis, keys).send(state.incarnation, DRAIN)

@@ -16,10 +16,10 @@ from loraplex.worker.engine.model.loader import LoadedModel, load_model
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, equal, quantize_weight
 from loraplex.worker.engine_api import ModelUnusableError
 from loraplex.worker.plan import PlanSettings, plan
+from tests.worker.engine.model.tiny_families import make_config, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHIPPED = Path("examples/model")
 SCHEMES = ["int8", "int8-zero-point", "int4", "int4-128+embeddings"]
 
 
@@ -79,16 +79,17 @@ def test_memory_is_checked_by_the_bytes_of_the_scheme(tiny_llama: Any, monkeypat
 
 
 def test_the_same_memory_holds_more_blocks_of_int8(
-    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_engine, "available_bytes", lambda device: 64 << 20)
-    blocks = [make_engine(SHIPPED, rows=64, kv_cache_dtype=name).limits.blocks for name in ("", "int8")]
-    # A quarter of the memory, by blocks of 16 tokens of 6 layers, 2 KV heads and 64 numbers, keys and values.
-    assert blocks == [(16 << 20) // (16 * 6 * 2 * 2 * size) for size in (64 * 4, 64 + 4)]
+    make_model(make_config("llama"), tmp_path)
+    monkeypatch.setattr(torch_engine, "available_bytes", lambda device: 2 << 20)
+    blocks = [make_engine(tmp_path, rows=64, kv_cache_dtype=name).limits.blocks for name in ("", "int8")]
+    # A quarter of the memory, by blocks of 16 tokens of 2 layers, 2 KV heads and 8 numbers, keys and values.
+    assert blocks == [(512 << 10) // (16 * 2 * 2 * 2 * size) for size in (8 * 4, 8 + 4)]
     with pytest.raises(
-        ModelUnusableError, match=r"--kv-blocks: 99999999 blocks of 16 tokens do not fit .* holds 682; use"
+        ModelUnusableError, match=r"--kv-blocks: 99999999 blocks of 16 tokens do not fit .* holds 512; use"
     ):
-        make_engine(SHIPPED, kv_blocks=99_999_999)
+        make_engine(tmp_path, kv_blocks=99_999_999)
 
 
 @pytest.mark.parametrize(

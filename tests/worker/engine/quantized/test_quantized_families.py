@@ -34,7 +34,7 @@ CASES = {
     "deepseek_v3": "int8", "cohere": "int8+embeddings", "starcoder2": "int8-zero-point+embeddings", "gpt_oss": "",
 }  # fmt: skip
 # Families of whose forms others stand in `make test`.
-AT_NIGHT = {"gemma2", "gpt2", "gpt_neox", "opt", "phi3", "cohere"}
+AT_NIGHT = {"llama", "gemma2", "gpt2", "gpt_neox", "opt", "phi3", "cohere"}
 # Those with a KV cache of int8 as well, or alone: windows, softcaps, sinks, values narrower than keys. A number that
 # lies between two codes may get either, which in models as narrow as these changes logits by about a hundredth.
 KV_INT8 = {"llama", "qwen2", "gemma2", "gemma3_text", "deepseek_v3", "starcoder2", "gpt_oss"}

@@ -115,7 +115,7 @@ def test_a_ranks_death_is_told_at_once(tmp_path: Path, make_engine: Callable[...
     assert engine.step()
     assert engine._followers is not None
     engine._followers._processes[0].kill()
-    assert gone.wait(20)
+    assert gone.wait(60)
     assert lost == [(1, "")]
     with pytest.raises(Exception):  # noqa: B017, PT011 - gloo's and the socket's have no common class
         engine.step()

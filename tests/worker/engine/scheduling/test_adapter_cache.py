@@ -321,7 +321,7 @@ def test_threads_go_on_beside_one_that_hangs() -> None:
             spec = NewSequence(str(number), (1,), adapter=source(digest))
             waiting.enter(Sequence(spec, number, frozenset()))
         while len(arrived) + len(failed) < 3:
-            assert news.acquire(timeout=10)
+            assert news.acquire(timeout=60)
             arrivals = cache.poll()
             arrived += arrivals.arrived
             failed += [digest for digest, _ in arrivals.failed]

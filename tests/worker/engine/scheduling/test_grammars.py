@@ -37,7 +37,7 @@ class GatedProver(Prover):
 
     def prove(self, grammar: str, path: str = "format", tenant: str = "") -> None:
         """See Prover."""
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.proven.append(grammar)
         if grammar in self.bad:
             raise GrammarError(path, "is bad")
@@ -74,7 +74,7 @@ def finish(engine: HashEngine, woken: threading.Event, *names: str) -> dict[str,
     while not set(names) <= set(ended):
         woken.clear()
         if not engine.has_work():
-            assert woken.wait(10)
+            assert woken.wait(60)
         for output in engine.step():
             ids[output.sequence_id] = ids.get(output.sequence_id, ()) + output.token_ids
             if output.finish:

@@ -43,12 +43,12 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
 
     async def messages(self, count: int) -> None:
         """Wait until so many messages with frames have come."""
-        async with asyncio.timeout(20), self._news:
+        async with asyncio.timeout(60), self._news:
             await self._news.wait_for(lambda: len(self.frames) >= count)
 
     async def received(self, count: int) -> None:
         """Wait until job a has so many ids here."""
-        async with asyncio.timeout(20), self._news:
+        async with asyncio.timeout(60), self._news:
             await self._news.wait_for(lambda: len(self.ids("a")) >= count)
 
     def ids(self, job_id: str) -> list[int]:
@@ -77,7 +77,7 @@ class Line:
             Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, sampling=SamplingParams(seed=1))
         )
         self.links.claimed(local)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.links.live:
                 await self.links.next_change.wait()
         return local.choices[0]
@@ -176,7 +176,7 @@ async def test_the_router_s_pace_is_kept_from_now_on() -> None:
             pb.ConnectResponse(acks=pb.Acks(jobs=[pb.JobAttempt(job_id="another", attempt=1)])),
         ]
         choice = await line.claim("a")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await line.handler.got_ack.wait()
         await line.make(choice, 1)
         await line.router.messages(1)
