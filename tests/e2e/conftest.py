@@ -116,7 +116,7 @@ async def running_cluster(
             await store.register_model(registered(base), base.files)
             for name, files in adapters.items():
                 digests[name] = (await store.push(files, name)).revision.digest
-        await local.wait_serving()
+        await local.wait_serving(220)  # in a fresh clone an engine compiles its kernels first
         redis = await connect(local.redis_url)
         async with AsyncClient(local.router, TENANT) as client:
             yield Cluster(local, client, redis, digests)

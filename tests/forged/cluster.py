@@ -28,7 +28,7 @@ MODEL = "hash:?vocab=600&step_ms=1"
 TENANT, OTHER = "acme", "globex"
 KEYS = Keys("hash", "main")
 PROCESSES = ("store", "router", "worker")
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 100.0
 
 
 @dataclass

@@ -47,6 +47,8 @@ async def test_hostile_calls_end_with_one_clean_status_and_a_quiet_tenant_is_ser
         assert await floods.resume_once(stub, await floods.large_resume(stub, received=300)) == "delta"
 
 
+# tests/deploy/test_edge_proxy.py and tests/clients/gateway have the limits one by one.
+@pytest.mark.nightly
 async def test_floods_of_addresses_at_the_proxy_leave_room_and_memory(cluster: LocalCluster) -> None:
     async with behind_edge(cluster) as (port, memory), AsyncClient(f"127.0.0.1:{port}", "quiet") as client:
         await client.generate("hello", max_tokens=4, model="hash")
@@ -61,6 +63,7 @@ async def test_floods_of_addresses_at_the_proxy_leave_room_and_memory(cluster: L
         assert max(more.values()) < 128, more  # at once; `make hostile` waits
 
 
+@pytest.mark.nightly
 async def test_floods_of_a_gateway_leave_room_for_a_quiet_tenant(tmp_path: Path) -> None:
     served = await quiet_beside_floods(tmp_path, requests_limit=8, asks=4)
     assert {name: len(seconds) for name, seconds in served.items()} == dict.fromkeys(served, 4)
