@@ -138,6 +138,23 @@ async def test_a_census_reads_a_workers_adapters_once(redis: Redis, liveness: Li
     await look()
 
 
+async def test_a_look_at_known_workers_takes_one_round_trip(
+    redis: Redis, liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, execute = list[str](), redis.execute_command
+
+    async def noted(*command: Any, **options: Any) -> Any:
+        sent.append(command[0])
+        return await execute(*command, **options)
+
+    await liveness.beat(worker("w"))
+    await liveness.take_census()
+    await liveness.beat(replace(worker("w"), rows_running=1))
+    monkeypatch.setattr(redis, "execute_command", noted)
+    assert [state.rows_running for state in (await liveness.take_census()).workers] == [1]
+    assert sent == ["FCALL"]
+
+
 async def test_many_routers_share_one_look_at_the_workers(redis: Redis) -> None:
     async def calls() -> int:
         return sum(of["calls"] for of in (await redis.info("commandstats")).values())

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
 from msgspec import DecodeError
 from redis.asyncio import Redis
@@ -123,8 +123,8 @@ class Liveness:
         changes nothing.
         """
         arguments = [self._keys.prefix, router, secrets.token_hex(8), "" if busy is None else busy]
-        key, homes, load = await self._census(self._keys.workers, arguments)
-        server, rows = await self._read_roll(key)
+        roll, homes, load = await self._census(self._keys.workers, arguments)
+        _, server, *rows = roll.split(b"\n")
         self._known = await self._states(rows, self._known)
         names = [name.decode(errors="replace") for name in homes[::2]]
         numbers = dict(zip(names, map(int, homes[1::2]), strict=True))
@@ -140,8 +140,8 @@ class Liveness:
 
     async def live_workers(self) -> list[WorkerState]:
         """Return the live workers with their whole states, ordered by id."""
-        key, *_ = await self._census(self._keys.workers, [self._keys.prefix, "", secrets.token_hex(8), ""])
-        _, rows = await self._read_roll(key)
+        roll, *_ = await self._census(self._keys.workers, [self._keys.prefix, "", secrets.token_hex(8), ""])
+        _, _, *rows = roll.split(b"\n")
         states = await self._read_states([line.partition(b" ")[0] for line in rows])
         return sorted((state for state in states if state is not None), key=lambda state: state.worker_id)
 
@@ -151,12 +151,6 @@ class Liveness:
         others = [other for other in known if other != incarnation.encode()]
         states = await self._read_states(random.sample(others, min(len(others), _STATES_AT_ONCE)))
         return [state for state in states if state is not None]
-
-    async def _read_roll(self, key: bytes) -> tuple[bytes, Sequence[bytes]]:
-        """Return the server and the workers' rows. A command of its own: for a function Redis would copy them twice."""
-        roll = cast(bytes | None, await self._redis.get(key)) or b"\n"
-        _, server, *rows = roll.split(b"\n")
-        return server, list(filter(None, rows))
 
     async def _states(self, rows: Sequence[bytes], known: _States) -> _States:
         """Return the states of the workers in these rows; cards whose version is not known are read."""

@@ -117,16 +117,19 @@ function upkeep.repair(call)
   workers.drop_old_rooms(call)
 end
 
--- Return the lines of a roll: its time and the number of workers, the server's run and the name of its data, and each
--- live worker's incarnation and row.
-function upkeep.make_roll(call, new_data_name)
+-- Write a roll and return it: a line with its time and the number of workers, one with the server's run and the name of
+-- its data, and one of each live worker: its incarnation and row.
+function upkeep.make_roll(call, key, new_data_name)
   redis.call('SET', call.keys.born, new_data_name, 'NX')
   local run, rows = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)'), upkeep.read_workers(call)
-  return string.format('%.0f %d\n%s %s\n%s', call.now, #rows, run, redis.call('GET', call.keys.born), table.concat(rows, '\n'))
+  table.insert(rows, 1, string.format('%.0f %d\n%s %s', call.now, #rows, run, redis.call('GET', call.keys.born)))
+  local roll = table.concat(rows, '\n')
+  redis.call('SET', key, roll, 'PX', WORKER_TTL_MS)
+  return roll
 end
 
--- Answers {key of the roll, adapters with several homes and how many, the cell's load}. A router that asks is recorded as
--- alive. The roll is made once in ROLL_MS for all routers, and anew where their number has changed.
+-- Answers {roll, adapters with several homes and how many, the cell's load}. A router that asks is recorded as alive. The
+-- roll is made once in ROLL_MS for all routers, and anew where their number has changed.
 register('census', function(_, arguments)
   local call, router, new_data_name, busy = new_call(arguments), arguments[2], arguments[3], arguments[4]
   local key = call.prefix .. 'roll:' .. LIBRARY
@@ -136,8 +139,8 @@ register('census', function(_, arguments)
   local is_due = tonumber(count) ~= known or age_ms < 0 or age_ms >= ROLL_MS
   if is_due then upkeep.repair(call) end
   if router ~= '' then routers.beat(call, router) end
-  if is_due then redis.call('SET', key, upkeep.make_roll(call, new_data_name), 'PX', WORKER_TTL_MS) end
-  return {key, demand.homes(call, is_due and busy or ''), upkeep.load(call)}
+  local roll = is_due and upkeep.make_roll(call, key, new_data_name) or redis.call('GET', key)
+  return {roll, demand.homes(call, is_due and busy or ''), upkeep.load(call)}
 end)
 
 -- Answers for each job, given by id and attempt, 1 if that attempt or a newer one waits, 2 if it was displaced, else 0.
