@@ -145,7 +145,7 @@ async def test_a_look_at_known_workers_takes_one_round_trip(
 
     async def noted(*command: Any, **options: Any) -> Any:
         sent.append(command[0])
-        return await execute(*command, **options)
+        return await execute(*command, **options)  # type: ignore[no-untyped-call]  # theirs
 
     await liveness.beat(worker("w"))
     await liveness.take_census()
