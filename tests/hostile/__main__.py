@@ -85,7 +85,7 @@ async def main() -> int:
 
 async def _withstands_addresses() -> bool:
     """Time the quiet tenant behind the proxy beside one flood of an address after the other; print times and memory."""
-    from tests.hostile.edge import FLOODS, SETTLE_S, behind_edge, flooded
+    from tests.hostile.edge import FLOODS, SETTLE_S, behind_edge, flooded, processor_time
     from tests.hostile.floods import MODEL, WORKER_FLAGS
     from tests.hostile.quiet import p99, timed_apart
     from tests.hostile.run import running
@@ -97,7 +97,7 @@ async def _withstands_addresses() -> bool:
             behind_edge(cluster) as (port, memory),
         ):
             address = f"127.0.0.1:{port}"
-            for name, flood in FLOODS.items():
+            for name, flood in {**FLOODS, "processor time of long echoes elsewhere": processor_time}.items():
                 alone, beside = list[float](), list[float]()
                 before = memory()
                 for _ in range(SPANS):
@@ -107,7 +107,8 @@ async def _withstands_addresses() -> bool:
                 await asyncio.sleep(SETTLE_S)
                 more = {part: mib - before[part] for part, mib in memory().items()}
                 largest, ratio = max(more, key=more.__getitem__), p99(beside) / p99(alone)
-                withstood = withstood and ratio <= SLOWER_AT_EDGE and more[largest] <= MORE_MIB
+                quick = ratio <= SLOWER_AT_EDGE or flood is processor_time
+                withstood = withstood and quick and more[largest] <= MORE_MIB
                 times = f"p99 TTFT {1e3 * p99(alone):.1f} ms alone, {1e3 * p99(beside):.1f} ms beside"
                 print(f"{name} at the proxy: quiet tenant's {times}: {ratio:.2f} times (aim {SLOWER_AT_EDGE:g})")
                 print(f"{name} at the proxy: {largest} has {more[largest]:.0f} MiB more (aim {MORE_MIB:g})")

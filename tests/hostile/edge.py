@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.rpc.raw_http2 import UnreadingClient
 SETTLE_S = 5.0
 # Pause in seconds of a client that the proxy has refused.
 _REFUSED_S = 0.1
+# Processor time in seconds that router, gateway, engine and I/O process use for a long echo.
+_OF_AN_ECHO_S = (0.35, 0.4, 0.25, 0.2)
 _GENERATE = INFERENCE + "Generate"
 _LOST = (OSError, asyncio.IncompleteReadError, httpx2.HTTPError)
 
@@ -66,6 +69,18 @@ async def _long_echoes(port: int) -> None:
         while True:
             await client.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
             await asyncio.sleep(2)
+
+
+async def processor_time(port: int) -> None:
+    """Use as much processor time as long echoes do, in processes that have nothing to do with the cluster.
+
+    What it does to the quiet tenant is the machine's lack of processors alone; more than that is the cluster's.
+    """
+    burn = "import sys, time\nwhile time.process_time() < float(sys.argv[1]): pass"
+    commands = [(sys.executable, "-S", "-c", burn, str(part)) for part in _OF_AN_ECHO_S]
+    burning = [await asyncio.create_subprocess_exec(*command) for command in commands]
+    await asyncio.gather(*(process.wait() for process in burning))
+    await asyncio.sleep(2)
 
 
 async def _bad_uploads(port: int) -> None:
