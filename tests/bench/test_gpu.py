@@ -27,6 +27,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.nightly
 @pytest.mark.model
 def test_every_part_gives_its_figures_and_together_they_are_the_page(
     out: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
