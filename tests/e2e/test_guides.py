@@ -33,13 +33,13 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         yield running
 
 
-def example(guide: str) -> str:
-    """Return the first block of a guide, without the lines that start a whole cluster."""
+def example(guide: str, *, starts: bool = False) -> str:
+    """Return the first block of a guide, without the lines that start a whole cluster unless it `starts` one."""
     page = (ROOT / "docs/guides" / f"{guide}.md").read_text(encoding="utf-8")
     block = re.search(r"((?:^ {4}.*\n)+)|^```\n([\s\S]*?)^```$", page, re.MULTILINE)
     assert block is not None
     lines = [line.removeprefix("    ") for line in (block[1] or block[2]).splitlines()]
-    return "\n".join(line for line in lines if not line.startswith("loraplex up "))
+    return "\n".join(line for line in lines if starts or not line.startswith("loraplex up "))
 
 
 async def run(commands: str, directory: Path, variables: Mapping[str, str]) -> str:
@@ -80,3 +80,9 @@ async def test_the_processes_of_the_guide_of_operating(
         assert re.search(r"(<\d+>){5}", await run(commands, tmp_path, ports | addresses))
     finally:
         await redis.kill()
+
+
+async def test_the_cluster_of_the_guide_of_security(tmp_path: Path, unused_tcp_port: int) -> None:
+    ports = f"--http 0 --store-port 0 --port {unused_tcp_port}"
+    commands = example("security", starts=True).replace("--http 8443", ports)
+    assert "ready router=" in await run(commands, tmp_path, {"LORAPLEX_ADDRESS": f"127.0.0.1:{unused_tcp_port}"})

@@ -231,7 +231,7 @@ class Catalog:
             if base_digest != revision.base_digest:
                 raise Mismatch(
                     str(name),
-                    f"measured with base model {base_digest}, not with {revision.base_digest}, which it is for",
+                    f"measured with base model {base_digest}; the adapter is for {revision.base_digest}",
                     reason="WRONG_BASE",
                 )
             others = {each.quantization for each in revision.certificates} - {quantization}

@@ -238,7 +238,7 @@ class LocalCluster:
         """Run one of the project's own processes."""
         room = name.partition("-")[0]
         flags = [*flags, *self._credential_flags(room)]
-        # -P: a folder named `router` in the user's directory must not replace our router.
+        # Modules in the user's directory must not replace ours.
         environ = {**os.environ, "PYTHONSAFEPATH": "1"}
         # In the environment, because a URL may contain a password and every user can read command lines.
         if room in ("router", "worker"):

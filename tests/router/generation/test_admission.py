@@ -153,7 +153,7 @@ async def test_bad_words_become_ids_of_the_job(admission: Admission) -> None:
     )
     error = await refusal(admission, replace(request, grammar='start: "a"', format_field="grammar"))
     assert isinstance(error, InvalidField)
-    assert str(error) == "sampling.bad_words: does not go with grammar"
+    assert str(error) == "sampling.bad_words: cannot be used with grammar"
 
 
 async def test_what_no_grammar_holds_of_a_tool_stays_out_where_the_request_is_resumed(admission: Admission) -> None:

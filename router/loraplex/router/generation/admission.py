@@ -370,7 +370,7 @@ class Admission:
             ("bad_words", request.bad_words),
         ):
             if calls.text and given:
-                raise InvalidField(f"sampling.{name}", f"does not go with {request.format_field or 'chat.tools'}")
+                raise InvalidField(f"sampling.{name}", f"cannot be used with {request.format_field or 'chat.tools'}")
         sampling = await self._sampling(request, model)
         self._workers_for_new_jobs(model.manifest)
         default = model.default_max_tokens(request.stopping.default_max_tokens)
@@ -402,7 +402,7 @@ class Admission:
         options = _resolved(request, context, default)
         if isinstance(prompt, Chat):
             if prompt.tools and request.grammar:
-                raise InvalidField("chat.tools", f"cannot be combined with {request.format_field}")
+                raise InvalidField("chat.tools", f"cannot be used with {request.format_field}")
             now = request.rendered_at_s or time.time()
             return await self.prompts.tokenize_chat(
                 model.tokenizer, model.template, prompt, tenant, context, now, options
