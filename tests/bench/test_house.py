@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
-from bench.house import Rooms, arrows, circles, core_lines, imports, lines, module, names_twice, read
+from bench.house import ROOT, Rooms, arrows, circles, core_lines, imports, lines, module, names_twice, read
 
 # Maximum lines of the core and of all that is shipped: lower them with the code.
 CORE, PRODUCT = 56_600, 87_900
@@ -16,6 +17,12 @@ def test_the_code_does_not_grow() -> None:
     counts = lines(read(), rooms)
     assert core_lines(counts, rooms) <= CORE
     assert counts.total() <= PRODUCT
+
+
+def test_make_check_knows_the_tests_of_each_room() -> None:
+    tests = dict(re.findall(r"^TESTS\.(\w+) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert tests.keys() == {room.removeprefix("loraplex.") for room in Rooms.read().names}
+    assert [path for paths in tests.values() for path in paths.split() if not (ROOT / "tests" / path).exists()] == []
 
 
 def test_modules_have_the_names_that_imports_use() -> None:
