@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 _END = "kill $(jobs -p) 2> /dev/null || true; wait"
 GUIDES = ("adapters", "chat", "encoders", "limits", "loadtest", "quantization", "quotas", "structured-answers")
 
-pytestmark = [pytest.mark.nightly, pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.model]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -54,8 +54,6 @@ def prompt(number: int) -> tuple[int, ...]:
     return tuple(3 + (number * 31 + at * 7) % 300 for at in range(3 + number * 29 % 88))
 
 
-# With the start of the engine, which compiles its kernels in a fresh clone while other tests do.
-@pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_requests_with_three_adapters_are_exact(
     cluster: Cluster, eventually: Eventually, oracle: TinyModel

@@ -10,7 +10,7 @@ import pytest
 from loraplex_client import InvalidRequestError
 from tests.e2e.conftest import running_cluster
 
-pytestmark = [pytest.mark.model, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.model, pytest.mark.nightly]
 TEXTS = [
     "The capital of France is Paris.",
     "Paris is France's capital city.",

@@ -30,7 +30,7 @@ from tests.e2e.conftest import TENANT, running_cluster
 if TYPE_CHECKING:  # imported by the tests that need it: it takes seconds
     import anthropic
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
 # Ids of the byte tokenizer, behind which the marks are.
 BYTES = 300

@@ -19,8 +19,7 @@ from tests.worker.engine.quantized.dequantized import dequantize_into
 from tests.worker.engine.triton_runs import results_of
 
 pytest.importorskip("triton", reason="Triton is for Linux")
-# Interpreting takes 30 s of a core.
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.model
 
 LORA_TOLERANCES = {"float32": 3e-6, "float16": 3e-3}
 ATTENTION_TOLERANCES = {"float32": 5e-6, "float16": 3e-3}
