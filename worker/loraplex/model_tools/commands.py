@@ -51,13 +51,9 @@ def quantize(argv: Sequence[str]) -> int:
         raise ArtifactError("model", f"{settings.model} is not a directory; a model is a transformers directory")
     if parse_quantization(settings.to, "--to") is None:
         raise ArtifactError("--to", "name a scheme, such as int8")
-    try:
-        from loraplex.model_tools.calibration import Calibration
-        from loraplex.model_tools.quantized_copy import write_copy
-    except ModuleNotFoundError as error:
-        raise ArtifactError(
-            "quantize", f"{error.name} is not installed, which computing with a model needs: install loraplex[worker]"
-        ) from error
+    from loraplex.model_tools.calibration import Calibration
+    from loraplex.model_tools.quantized_copy import write_copy
+
     calibration = Calibration(settings.bits, settings.texts, settings.seed) if settings.calibrate else None
     show = partial(_show, "calibrated", noun="layers") if calibration else partial(_show, "quantized")
     base = write_copy(settings.model, settings.out, settings.to, show, calibration)
@@ -104,10 +100,6 @@ def import_gguf(argv: Sequence[str]) -> int:
         _ignore_signals()  # the directory is whole
     except KeyboardInterrupt:
         return 130
-    except ModuleNotFoundError as error:
-        raise ArtifactError(
-            "models import", f"{error.name} is not installed, which reading GGUF needs: install loraplex[worker]"
-        ) from error
     if not settings.quiet:
         print(f"wrote {settings.out}: {base.architecture} {base.digest}")
     return 0
@@ -130,10 +122,6 @@ def convert_adapter(argv: Sequence[str]) -> int:
         from loraplex.model_tools.gguf import convert_adapter as write
 
         write(settings.file, settings.base, settings.out)
-    except ModuleNotFoundError as error:
-        raise ArtifactError(
-            "adapters push", f"{error.name} is not installed, which reading GGUF needs: install loraplex[worker]"
-        ) from error
     except ModelUnusableError as error:
         raise ArtifactError("model", str(error)) from error
     except OSError as error:
@@ -176,10 +164,6 @@ def measure(command: str, argv: Sequence[str]) -> dict[str, Any]:
         return _report(argv) if command == "report" else _certify(argv)
     except ModelUnusableError as error:
         raise ArtifactError("model", str(error)) from error
-    except ModuleNotFoundError as error:
-        raise ArtifactError(
-            command, f"{error.name} is not installed, which computing with a model needs: install loraplex[worker]"
-        ) from error
 
 
 def _report(argv: Sequence[str]) -> dict[str, Any]:
@@ -222,7 +206,11 @@ def run(command: str, argv: Sequence[str]) -> int:
         "import-gguf": import_gguf,
         "convert-adapter": convert_adapter,
     }
-    if command in writers:
-        return writers[command](argv)
-    print(json.dumps(measure(command, argv)))
+    try:
+        if command in writers:
+            return writers[command](argv)
+        print(json.dumps(measure(command, argv)))
+    except ModuleNotFoundError as error:
+        message = f"{error.name} is not installed, which this needs: pip install 'loraplex[worker]'"
+        raise ArtifactError(command, message) from error
     return 0
