@@ -112,13 +112,14 @@ async def _calls(seconds: float, seed: int) -> bool:
 
 
 async def _bodies(seconds: float, seed: int) -> bool:
-    from tests.fuzz.bodies import changed_requests, fuzz_bodies, running
+    from tests.fuzz.bodies import MODEL, changed_requests, fuzz_bodies, running
 
     with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
-        async with running(Path(directory)) as cluster:
+        # Answers end soon, whatever number of tokens a changed body asks for.
+        async with running(Path(directory), f"{MODEL}&end_after=64") as cluster:
             ends_at = time.monotonic() + seconds
             requests = takewhile(lambda _: time.monotonic() < ends_at, changed_requests(random.Random(seed)))
-            answers = await fuzz_bodies(cluster.local.http, requests)
+            answers = await fuzz_bodies(cluster, requests)
     statuses = "  ".join(f"{count} {status}" for status, count in sorted(answers.statuses.items()))
     print(f"{answers.statuses.total():>9} bodies, {len(answers.findings)} internal errors: {statuses}")
     for finding in answers.findings[:20]:

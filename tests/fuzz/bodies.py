@@ -1,19 +1,25 @@
-"""Changes the bodies of clients' requests and sends them to a gateway, for which none may be an internal error."""
+"""Changes the bodies of clients' requests and sends them to a gateway, for which none may be an internal error.
+
+Some bodies get fields of their path's description, so that fields are tried that no recorded client sends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.gateway.app import description
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.fuzz.messages import changed_value
 from tests.fuzz.mutations import mutants
@@ -48,7 +54,10 @@ _OTHERS: tuple[tuple[str, Any], ...] = (
         {"model": TEXTS, "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "logprobs": True}
         | {"top_logprobs": 2, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "n": 2},
     ),
+    (f"/v1/adapters/{TEXTS}/releases/1", {"action": "promote", "etag": "a", "plan": {"steps": [{"seconds": 1}]}}),
 )
+# A path with parameters, by the beginning of those that are called.
+_PARAMETERS = {"/v1/adapters/": "/v1/adapters/{adapter}/releases/{number}"}
 # Number of bodies after which the next are made of the recorded ones again.
 _ROUND = 500
 # Maximum time in seconds of an answer: a few tokens of one request among a few.
@@ -57,9 +66,13 @@ _ANSWER_S = 20.0
 _FAILURES = (b'"internal_error"', b'"code":"internal', b'"type":"api_error"', b'"error_type":"internal')
 
 
+# Lines of a log that tell of an error that nobody handled, or of a part that failed.
+_LOGGED = re.compile(r"^(?:\S+ \S+ (?:ERROR|CRITICAL) .*|Traceback .*|Fatal Python error.*)$", re.MULTILINE)
+
+
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[Cluster]:
-    """Run a cluster of the hash model with a gateway, and an adapter for each template."""
+async def running(directory: Path, model: str = MODEL) -> AsyncIterator[Cluster]:
+    """Run a cluster of a hash model with a gateway, and an adapter for each template."""
     adapters = {}
     for name, template in TEMPLATES.items():
         files = adapters[name] = directory / "adapters" / name
@@ -69,16 +82,84 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
         (files / WEIGHTS_FILE).write_bytes(name.encode())
     # Changed bodies may have lost their number, and then ask for answers up to the context's end.
     flags = ("--default-max-tokens", "8")
-    async with running_cluster(directory / "cluster", MODEL, adapters, http=True, router_flags=flags) as cluster:
+    async with running_cluster(directory / "cluster", model, adapters, http=True, router_flags=flags) as cluster:
         yield cluster
 
 
-def changed_body(data: bytes, draw: random.Random) -> bytes:
+class Described:
+    """The bodies of the gateway's paths as it describes them."""
+
+    def __init__(self) -> None:
+        described = description()
+        self._schemas = {f"#/components/schemas/{name}": of for name, of in described["components"]["schemas"].items()}
+        self._bodies = {
+            path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+            for path, methods in described["paths"].items()
+            if "requestBody" in methods.get("post", {})
+        }
+
+    def field(self, path: str, draw: random.Random) -> dict[str, Any]:
+        """Return one of the fields that a path's body has, with a value of its kind."""
+        name = next((whole for begin, whole in _PARAMETERS.items() if path.startswith(begin)), path)
+        fields = self._resolved(self._bodies[name])["properties"]
+        drawn = draw.choice(list(fields))
+        return {drawn: self._value(fields[drawn], draw)}
+
+    def _resolved(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._schemas[schema["$ref"]] if "$ref" in schema else schema
+
+    def _value(self, schema: Mapping[str, Any], draw: random.Random) -> Any:
+        schema = self._resolved(schema)
+        for several in ("anyOf", "oneOf"):
+            if several in schema:
+                # A null is one of the changes that every field gets.
+                return self._value(draw.choice([of for of in schema[several] if of != {"type": "null"}]), draw)
+        if "const" in schema or "enum" in schema:
+            return draw.choice(schema.get("enum", [schema.get("const")]))
+        match schema.get("type"):
+            case "object":
+                required = schema.get("required", ())
+                fields = schema.get("properties") or {"a": {}}
+                chosen = {name: of for name, of in fields.items() if name in required or draw.random() < _OPTIONAL}
+                return {name: self._value(of, draw) for name, of in chosen.items()}
+            case "array":
+                return [self._value(schema.get("items", {}), draw) for _ in range(draw.randrange(3))]
+            case str(kind) if kind in _OF_KIND:
+                return draw.choice(_OF_KIND[kind])
+        return draw.choice(_ANY)
+
+
+# Fraction of bodies that get a field, and of an object's fields that are not required but there.
+_ADDED, _OPTIONAL = 0.25, 0.2
+_OF_KIND: Mapping[str, Sequence[Any]] = {
+    "boolean": (False, True),
+    "integer": (0, 1, 2, 5, -1, 2**40),
+    "number": (0.0, 0.5, 1.0, 2, -1.5, 1e30),
+    "string": (
+        "",
+        "a",
+        "objects",
+        "texts@live",
+        "(a|b){2}",
+        'start: "a" | /b+/',
+        '{"type": "integer"}',
+        "\ud800",
+        "\0",
+    ),
+}
+_ANY = ({}, [], None, "a", 1, {"type": "string"}, {"type": "object", "properties": {"a": {"$ref": "#"}}}, {"$ref": "a"})
+
+
+def changed_body(data: bytes, draw: random.Random, path: str, described: Described) -> bytes:
     """Return a JSON text with a few values in it changed; bytes that are none count as an empty object."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = {}
+    if isinstance(value, dict) and draw.random() < _ADDED:
+        value |= described.field(path, draw)
+        if draw.random() < 0.5:
+            return json.dumps(value).encode()
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         value = changed_value(value, draw)
     return json.dumps(value, ensure_ascii=draw.random() < 0.5, default=repr).encode(errors="replace")
@@ -93,9 +174,11 @@ def changed_requests(draw: random.Random) -> Iterator[tuple[str, bytes]]:
     for path, body in _OTHERS:
         seeds.setdefault(path, []).append(json.dumps(body).encode())
     paths = [path for path, bodies in seeds.items() for _ in bodies]
+    described = Described()
+    changes = {path: partial(changed_body, path=path, described=described) for path in seeds}
     while True:
         # Begin again: after many changes a body is refused as a whole.
-        made = {path: mutants(bodies, (), draw, changed_body) for path, bodies in seeds.items()}
+        made = {path: mutants(bodies, (), draw, changes[path]) for path, bodies in seeds.items()}
         for path in draw.choices(paths, k=_ROUND):
             yield path, next(made[path])
 
@@ -129,20 +212,22 @@ async def send(
     return (int(answer.split(b" ", 2)[1]), answer) if answer else (0, b"")
 
 
-# A chat without max_tokens would go on to the context's end.
+# A chat with a large max_tokens would go on to the context's end.
 _ENDS = {"x-request-timeout-ms": "5000"}
 
 
-async def fuzz_bodies(address: str, requests: Iterator[tuple[str, bytes]], at_once: int = 8) -> Answers:
-    """Send all requests; those that no answer is the sender's fault of are findings."""
+async def fuzz_bodies(cluster: Cluster, requests: Iterator[tuple[str, bytes]], at_once: int = 8) -> Answers:
+    """Send all requests; answers that show a fault of the servers are findings, and errors in their logs."""
     answers = Answers()
 
     async def work() -> None:
         for path, body in requests:
-            status, answer = await send(address, path, body, _ENDS)
+            status, answer = await send(cluster.local.http, path, body, _ENDS)
             answers.statuses[status] += 1
             if status in (0, 500, 502) or any(failure in answer for failure in _FAILURES):
                 answers.findings.append(f"{path}: {status} {answer[-300:]!r}, sent {body[:2_000]!r}")
 
     await asyncio.gather(*(work() for _ in range(at_once)))
+    for log in (cluster.local.data_dir / "logs").glob("*.log"):
+        answers.findings += [f"{log.name}: {line}" for line in _LOGGED.findall(log.read_text(errors="replace"))]
     return answers

@@ -226,7 +226,7 @@ class HostedTool(TypedDict):
 class CustomTool(TypedDict, total=False):
     """A tool that the client runs; prompts are cached anyway."""
 
-    type: Literal["custom"] | None
+    type: Literal["custom", ""] | None
     name: Required[str]
     description: str
     input_schema: Required[dict[str, Any]]
@@ -241,7 +241,7 @@ class CustomTool(TypedDict, total=False):
 def _tool_kind(tool: Any) -> str:
     """Return the name of a tool's branch in the union."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return "Hosted" if isinstance(kind, str) and kind != _CUSTOM else "Custom"
+    return "Hosted" if isinstance(kind, str) and kind not in ("", _CUSTOM) else "Custom"
 
 
 Tool = Annotated[Annotated[CustomTool, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")], Discriminator(_tool_kind)]
@@ -397,6 +397,7 @@ async def count_tokens(call: HttpCall) -> None:
     """Answer with the number of tokens of a conversation. Raises HttpError, LoraplexError."""
     request = await call.read(COUNT)
     options, chat = options_of(request), conversation(request)
+    options.pop("response_format", None)  # not in the prompt
     model = await call.cluster.named(call.caller, request["model"])
     with chat.naming_origins():
         count = await call.caller.count_tokens(messages=chat.messages, **model, **options)

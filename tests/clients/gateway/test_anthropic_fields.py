@@ -14,6 +14,7 @@ from loraplex.gateway.anthropic_api import (
     conversation,
     options_of,
 )
+from loraplex.gateway.errors import HttpError
 from loraplex.gateway.exchange import encode
 
 
@@ -42,6 +43,13 @@ def test_a_failed_call_is_told(fields: Any, text: str) -> None:
 )
 def test_thinking_that_is_disabled_reaches_the_template(fields: Any, variables: Any) -> None:
     assert options_of(read(**fields)).get("template_args") == variables
+
+
+def test_a_tool_without_a_type_is_the_client_s_own() -> None:
+    whole = {"type": "", "name": "f", "input_schema": {}}
+    assert options_of(read(tools=[whole]))["tools"][0]["name"] == "f"
+    with pytest.raises(HttpError, match=r"tools\[0\]\.input_schema: is required"):
+        read(tools=[{"type": ""}])
 
 
 def test_every_field_that_the_package_declares_is_known() -> None:

@@ -101,6 +101,9 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
     answer = await client.messages.create(**{**ASKED, "max_tokens": 200}, output_config=schema)
     assert answer.content[0].type == "text"
     assert list(json.loads(answer.content[0].text)) == ["city"]
+    # A format is not in the prompt.
+    counts = [await client.messages.count_tokens(model="a", messages=MESSAGES, output_config=of) for of in ({}, schema)]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ async def test_agents_whose_answers_are_cut_anywhere_go_on(cluster: Cluster) -> 
 
 
 async def test_no_body_is_an_internal_error(cluster: Cluster) -> None:
-    answers = await fuzz_bodies(cluster.local.http, islice(changed_requests(random.Random(SEED)), BODIES))
+    answers = await fuzz_bodies(cluster, islice(changed_requests(random.Random(SEED)), BODIES))
     assert not answers.findings, "\n".join(answers.findings)
     assert answers.statuses[200] > BODIES / 20
     assert answers.statuses[400] > BODIES / 5
