@@ -155,8 +155,7 @@ def _text(at: str, content: str | Sequence[Mapping[str, Any]]) -> str:
 def _text_of(at: str, block: Mapping[str, Any]) -> str:
     if block["type"] != "text":
         raise not_served(f"{at}.type", f"{block['type'][:100]} is not served")
-    text: str = block["text"]
-    return text
+    return str(block["text"])
 
 
 REASONS = {
