@@ -211,6 +211,19 @@ def test_what_can_not_be_sent_names_its_field(prompt: str | None, options: Any, 
     assert caught.value.field == field
 
 
+def test_what_can_not_be_detokenized_names_its_field() -> None:
+    client = Client("127.0.0.1:1")
+    for call in (client.detokenize, client.token_bytes):
+        with pytest.raises(InvalidRequestError, match=r"^token_ids: "):
+            call([-1])
+
+
+def test_a_schema_that_is_a_text_is_sent_as_it_is() -> None:
+    for text in ('{"type": "integer"}', "no JSON"):
+        spec = generate_request("a", {}, {"type": "json_object", "schema": text}).spec
+        assert spec.json_schema == text
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

@@ -27,6 +27,7 @@ _NAMES = {
     r"prompt\b": "inputs",
     "truncate_(prompt_tokens|to)": "truncate",
     "logprobs": "top_n_tokens",
+    "token_ids": "tokens",
 }
 _TYPES = {422: "validation", 429: "overloaded", 503: "overloaded"}
 # Maximum of answers, and of stop strings, that routers take in a request.

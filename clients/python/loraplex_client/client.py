@@ -208,11 +208,9 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         timeout_s: float | None = None,
     ) -> Script[str]:
         """Return the text of these ids. Raises LoraplexError."""
-        response = yield Call(
-            "Detokenize",
-            inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens),
-            timeout_s=timeout_s,
-        )
+        request = inference_pb2.DetokenizeRequest(model=model, token_ids=_ids(token_ids).ids)
+        request.skip_special_tokens = skip_special_tokens
+        response = yield Call("Detokenize", request, timeout_s=timeout_s)
         return str(response.text)
 
     @method
@@ -220,7 +218,7 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
     ) -> Script[tuple[bytes, ...]]:
         """Return the bytes that each of these ids adds in the middle of a text. Raises LoraplexError."""
-        request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids, token_bytes=True)
+        request = inference_pb2.DetokenizeRequest(model=model, token_ids=_ids(token_ids).ids, token_bytes=True)
         response = yield Call("Detokenize", request, timeout_s=timeout_s)
         if len(response.token_bytes) != len(token_ids):
             raise NotImplementedByServerError("token_bytes: this router is too old", field="token_bytes")
@@ -251,10 +249,14 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
 def _continuation(value: str | Sequence[int]) -> inference_pb2.Continuation:
     if isinstance(value, str):
         return inference_pb2.Continuation(text=value)
+    return inference_pb2.Continuation(token_ids=_ids(value, "continuations"))
+
+
+def _ids(ids: Sequence[int], field: str = "token_ids") -> inference_pb2.TokenIds:
     try:
-        return inference_pb2.Continuation(token_ids=inference_pb2.TokenIds(ids=value))
+        return inference_pb2.TokenIds(ids=ids)
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"continuations: {error}", field="continuations") from error
+        raise InvalidRequestError(f"{field}: {error}", field=field) from error
 
 
 class Client(BlockingClient, RouterCalls[StoreClient, GenerationStream]):

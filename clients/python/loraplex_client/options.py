@@ -39,7 +39,8 @@ def schema_of(response_format: Any) -> str:
     if isinstance(response_format, str):
         return response_format
     if isinstance(response_format, Mapping):
-        return json.dumps(_unwrapped(response_format), ensure_ascii=False)
+        schema = _unwrapped(response_format)
+        return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     if hasattr(response_format, "model_json_schema"):
         return json.dumps(response_format.model_json_schema(), ensure_ascii=False)
     return json.dumps(_adapter_of(response_format).json_schema(), ensure_ascii=False)
@@ -82,8 +83,7 @@ def _unwrapped(form: Mapping[str, Any]) -> Any:
     if form.get("type") not in ("json_object", "json_schema"):
         return form
     inner = form.get("json_schema", form)
-    schema = inner.get("schema", _ANY_OBJECT) if isinstance(inner, Mapping) else inner
-    return json.loads(schema) if isinstance(schema, str) else schema
+    return inner.get("schema", _ANY_OBJECT) if isinstance(inner, Mapping) else inner
 
 
 def _parsed(text: str, response_format: Any) -> Any:

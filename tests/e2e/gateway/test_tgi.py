@@ -68,14 +68,18 @@ async def test_errors(client: AsyncInferenceClient, http: httpx2.AsyncClient) ->
         ):
             answer = await http.post(path, json={"inputs": "x", "parameters": parameters})
             assert (answer.status_code, answer.json()["error"]) == (status, message)
-    for body, begin in (
+    for path, body, begin in (
         (
+            "/generate",
             {"inputs": "x", "parameters": {"max_new_tokens": 10**9}},
             "max_new_tokens: This model's maximum context length is ",
         ),
-        ({"inputs": ""}, "inputs: "),
+        ("/generate", {"inputs": ""}, "inputs: "),
+        ("/generate", {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": "a"}}}, "grammar.value: "),
+        ("/detokenize", {"tokens": [-1]}, "tokens: "),
+        ("/detokenize", {"tokens": [2**32 - 1]}, "tokens: "),
     ):
-        answer = await http.post("/generate", json=body)
+        answer = await http.post(path, json=body)
         assert answer.status_code == 422
         assert answer.json()["error"].startswith(begin), "named as this protocol does"
 
