@@ -212,7 +212,7 @@ def test_what_can_not_be_sent_names_its_field(prompt: str | None, options: Any, 
 
 
 def test_what_can_not_be_detokenized_names_its_field() -> None:
-    client = Client("127.0.0.1:1")
+    client: Any = Client("127.0.0.1:1")
     for call in (client.detokenize, client.token_bytes):
         with pytest.raises(InvalidRequestError, match=r"^token_ids: "):
             call([-1])

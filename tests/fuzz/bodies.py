@@ -91,8 +91,10 @@ class Described:
 
     def __init__(self) -> None:
         described = description()
-        self._schemas = {f"#/components/schemas/{name}": of for name, of in described["components"]["schemas"].items()}
-        self._bodies = {
+        self._schemas: dict[str, Mapping[str, Any]] = {
+            f"#/components/schemas/{name}": schema for name, schema in described["components"]["schemas"].items()
+        }
+        self._bodies: dict[str, Mapping[str, Any]] = {
             path: methods["post"]["requestBody"]["content"]["application/json"]["schema"]
             for path, methods in described["paths"].items()
             if "requestBody" in methods.get("post", {})
