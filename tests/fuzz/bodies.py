@@ -149,7 +149,16 @@ _OF_KIND: Mapping[str, Sequence[Any]] = {
         "\0",
     ),
 }
-_ANY = ({}, [], None, "a", 1, {"type": "string"}, {"type": "object", "properties": {"a": {"$ref": "#"}}}, {"$ref": "a"})
+_ANY: Sequence[Any] = (
+    {},
+    [],
+    None,
+    "a",
+    1,
+    {"type": "string"},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}},
+    {"$ref": "a"},
+)
 
 
 def changed_body(data: bytes, draw: random.Random, path: str, described: Described) -> bytes:
