@@ -57,8 +57,8 @@ def _requirements(lock: str, project: Mapping[str, Any]) -> set[str]:
         for extra in names:  # an extra may include others, which are then read too
             names += [name for one in extras.get(extra, ()) for name in re.findall(r"^loraplex\[(.+)\]", one)]
             listed += [one for one in extras.get(extra, ()) if not one.startswith("loraplex[")]
-    names = (_NAME.match(one) for one in listed)
-    return {_normal(name[0]) for name in names if name} - _OWN
+    matches = (_NAME.match(one) for one in listed)
+    return {_normal(match[0]) for match in matches if match} - _OWN
 
 
 def _normal(name: str) -> str:
