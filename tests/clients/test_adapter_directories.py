@@ -32,9 +32,10 @@ TOKENS = 8
 
 
 def test_the_page_has_every_directory() -> None:
-    served, refused = PAGE.read_text().split("\n## ")[1:]
-    assert [name for name in SERVED if name not in served] == []
-    assert [name for name in REFUSED if name not in refused] == []
+    # As the page breaks its lines and begins its items.
+    served, refused = (" ".join(part.lower().split()) for part in PAGE.read_text().split("\n## ")[1:])
+    assert [name for name in SERVED if name.lower() not in served] == []
+    assert [name for name in REFUSED if name.lower() not in refused] == []
     assert set(SAYS) <= set(SERVED)
     assert list(ERRORS) == list(REFUSED)
     assert len(SERVED) + len(REFUSED) >= 35
