@@ -49,26 +49,24 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
         for flag in ("--port", "--mtls-port", "--operator-port", "--operator-mtls-port"):
             common += [flag, "0"]
         flags = [*common, "--data", str(directory / "data"), "--bootstrap-key", str(directory / "operator.key")]
-        store = await _start(stack, directory, ca, "adapter_store", "store", flags)
+        store = await _start(stack, directory, ca, "store", flags)
         flags = [*common, "--store", store["operators-mtls"], "--redis-url", valkey.url]
         flags += ["--job-key", str(directory / "job.key")]
         flags += ["--engine-protocol", "sglang"] if SGLANG_SERVICE in SERVERS else []
         flags += ["--reflection"] if REFLECTION_SERVICE in SERVERS else []
-        router = await _start(stack, directory, ca, "router", "router", flags)
+        router = await _start(stack, directory, ca, "router", flags)
         credentials = grpc.ssl_channel_credentials(ca.pem)
         async with grpc.aio.secure_channel(store["operators"], credentials) as channel:
             await make_keys(made, channel, bootstrap)
         yield Cluster({"store": store, "router": router}, made, bootstrap)
 
 
-async def _start(
-    stack: AsyncExitStack, directory: Path, ca: DevelopmentCa, module: str, name: str, flags: list[str]
-) -> Ports:
+async def _start(stack: AsyncExitStack, directory: Path, ca: DevelopmentCa, name: str, flags: list[str]) -> Ports:
     cert, key = ca.write(directory, name, ca.issue(f"loraplex://{name}/{name}", ["127.0.0.1"]))
     tls = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-ca", str(ca.write_ca(directory))]
-    argv = [sys.executable, "-m", module, "--host", "127.0.0.1", "--metrics-port", "-1", *tls, *flags]
+    argv = [sys.executable, "-m", "loraplex", name, "--host", "127.0.0.1", "--metrics-port", "-1", *tls, *flags]
     environ = {**os.environ, "GRPC_VERBOSITY": "ERROR"}
     process = await Process.start(name, argv, log_path=directory / f"{name}.log", environ=environ)
     stack.push_async_callback(process.kill)
-    ready = dict(await process.wait_ready())
+    ready = dict(await process.started())
     return {"public": ready.pop(name), **ready}

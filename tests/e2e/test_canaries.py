@@ -70,15 +70,14 @@ class Secure:
     async def start(self, name: str, *flags: str) -> None:
         """Start a process that logs everything; without flags one that was killed, again."""
         if flags:
-            module = {"store": "adapter_store"}.get(name, name)
             cert, key = self.ca.write(self.directory, name, self.ca.issue(f"loraplex://{name}/{name}", ["127.0.0.1"]))
             tls = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-ca", str(self.directory / "ca.pem")]
-            self.argv[name] = [sys.executable, "-m", module, "--log-level", "debug", *tls, *flags]
+            self.argv[name] = [sys.executable, "-m", "loraplex", name, "--log-level", "debug", *tls, *flags]
         log_path = self.directory / f"{name}.log"
         environ = {**os.environ, "GRPC_VERBOSITY": "ERROR", "PYTHONFAULTHANDLER": "1"}
         self.processes[name] = await Process.start(name, self.argv[name], log_path=log_path, environ=environ)
         if name != "worker":
-            self.ready[name] = await self.processes[name].wait_ready()
+            self.ready[name] = await self.processes[name].started()
 
     async def stop(self) -> None:
         """End all, those first that the others do not need."""
@@ -208,7 +207,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 async def metrics_of(cluster: Secure) -> dict[str, bytes]:
     """Return the metrics pages."""
     addresses = {name: ready["metrics"] for name, ready in cluster.ready.items()}
-    addresses["worker"] = (await cluster.processes["worker"].wait_ready())["metrics"]
+    addresses["worker"] = (await cluster.processes["worker"].started())["metrics"]
 
     def fetch(address: str) -> bytes:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:

@@ -127,13 +127,13 @@ def _adapter(directory: Path) -> Path:
 
 
 async def _start(stack: AsyncExitStack, cluster: Cluster, name: str, flags: list[str]) -> Mapping[str, str]:
-    directory, module = cluster.directory, "adapter_store" if name == "store" else name
+    directory = cluster.directory
     cert, key, ca = write_tls_files(directory, f"loraplex://{name}/one")
     tls = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-ca", str(ca)]
-    argv = [sys.executable, "-m", module, *tls, "--audit", str(directory / f"{name}.audit"), *flags]
+    argv = [sys.executable, "-m", "loraplex", name, *tls, "--audit", str(directory / f"{name}.audit"), *flags]
     environ = {**os.environ, "GRPC_VERBOSITY": "NONE"}
     process = await Process.start(name, argv, log_path=directory / f"{name}.log", environ=environ)
     stack.push_async_callback(process.stop, 10.0)
-    ready = dict(await process.wait_ready())
+    ready = dict(await process.started())
     cluster.ports[name] = {"public": ready.pop(name), **ready}
     return cluster.ports[name]
