@@ -27,7 +27,7 @@ from loraplex.worker.engine.decoder import cuda
 from loraplex.worker.engine.device import KernelCall
 from loraplex.worker.engine.lora.weights import AdapterWeights, PackedAdapter
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
-from loraplex.worker.engine.quantized.weight import QuantizedModule
+from loraplex.worker.engine.quantized.layers import QuantizedModule
 from loraplex.worker.engine.sampling.step import InFlight, Sampled
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads

@@ -72,9 +72,7 @@ def main() -> None:
     if sys.argv[1:] and sys.argv[1] in PROCESSES:
         sys.exit(run_process(sys.argv[1], sys.argv[2:]))
     with _extra_installed("this command", "cli"):
-        from loraplex.cli.__main__ import main as run_command
-
-        run_command()
+        import_module("loraplex.cli.__main__").main()
 
 
 if __name__ == "__main__":

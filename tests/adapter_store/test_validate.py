@@ -80,8 +80,8 @@ def test_the_largest_and_smallest_numbers_are_fine(
     ("shapes", "config", "subject", "message"),
     [
         ({f"{Q_PROJ}.lora_A": (2, 9), f"{Q_PROJ}.lora_B": (6, 2)}, {}, WEIGHTS_FILE, "is for 9 inputs and 6 outputs"),
-        ({f"{Q_PROJ}.lora_A": (2, 8), f"{Q_PROJ}.lora_B": (7, 2)}, {}, WEIGHTS_FILE, "tiny has 8 and 6"),
-        ({"lm_head.lora_A": (2, 8), "lm_head.lora_B": (6, 2)}, {}, WEIGHTS_FILE, "lm_head is not a layer of tiny"),
+        ({f"{Q_PROJ}.lora_A": (2, 8), f"{Q_PROJ}.lora_B": (7, 2)}, {}, WEIGHTS_FILE, "the base has 8 and 6"),
+        ({"lm_head.lora_A": (2, 8), "lm_head.lora_B": (6, 2)}, {}, WEIGHTS_FILE, "lm_head is not a layer of the base"),
         ({f"{Q_PROJ}.lora_A": (257, 8), f"{Q_PROJ}.lora_B": (6, 257)}, {"r": 257}, "r", "at most 256 is served"),
     ],
 )

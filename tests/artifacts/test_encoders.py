@@ -139,7 +139,7 @@ def test_names_of_adapters_that_were_trained_without_a_head() -> None:
     assert list(with_prefix(causal, "llama")) == ["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
     with pytest.raises(MismatchError, match=r"rank_pattern: begins a pattern with '\^'"):
         canonical_header(plain, config(rank_pattern={"^encoder": 2}), "roberta")
-    assert canonical_header(named, config(rank_pattern={"^roberta.encoder": 2}), "roberta") == named
+    assert canonical_header(named, config(rank_pattern={"^roberta.encoder": 2}), "roberta") == (named, ())
 
 
 def test_the_heads_that_adapters_bring() -> None:

@@ -124,7 +124,7 @@ ERRORS = {
     ),
     "activated LoRA": "alora_invocation_tokens: activated LoRA is not served; train plain LoRA",
     "another model": (
-        "adapter_model.safetensors: model.layers.0.self_attn.k_proj is for 128 inputs and 32 outputs; tiny "
-        "has 64 and 32"
+        "adapter_model.safetensors: model.layers.0.self_attn.k_proj is for 128 inputs and 32 outputs; the "
+        "base has 64 and 32"
     ),
 }

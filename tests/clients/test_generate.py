@@ -13,6 +13,7 @@ from loraplex.inference.v1 import inference_pb2
 
 import loraplex_client as lx
 from loraplex.runtime.rpc import errors
+from loraplex.runtime.rpc.principal import Unauthenticated
 from loraplex_client.generation import Fold
 from loraplex_client.lorax.ask import Ask
 
@@ -145,7 +146,7 @@ STATUSES = [
         lx.ResourceExhaustedError,
         {"subject": "tenants/acme", "retry_after_s": 1.5},
     ),
-    (errors.Unauthenticated("no tenant"), lx.UnauthenticatedError, {}),
+    (Unauthenticated("no tenant"), lx.UnauthenticatedError, {}),
     (errors.PermissionDenied("not yours"), lx.PermissionDeniedError, {}),
     (errors.Unavailable("no worker lives", retry_after_s=0.25), lx.UnavailableError, {"retry_after_s": 0.25}),
     (errors.DeadlinePassed("too late"), lx.DeadlineExceededError, {}),

@@ -15,6 +15,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from loraplex.runtime.rpc import errors
+from loraplex.runtime.rpc.principal import Unauthenticated
 from loraplex.runtime.rpc.server import PortInUse, Server
 from loraplex.runtime.rpc.status import CODES, DETAILS_KEY, to_error, to_status
 from loraplex.runtime.tenancy.guard import open_guard
@@ -28,7 +29,7 @@ CASES: list[tuple[errors.CallError, grpc.StatusCode, type[Any] | None]] = [
     (errors.AlreadyExists("taken"), grpc.StatusCode.ALREADY_EXISTS, None),
     (errors.Aborted("changed"), grpc.StatusCode.ABORTED, None),
     (errors.Exhausted("queue", "f", retry_after_s=2), grpc.StatusCode.RESOURCE_EXHAUSTED, details_pb2.QuotaFailure),
-    (errors.Unauthenticated("who?"), grpc.StatusCode.UNAUTHENTICATED, None),
+    (Unauthenticated("who?"), grpc.StatusCode.UNAUTHENTICATED, None),
     (errors.PermissionDenied("no"), grpc.StatusCode.PERMISSION_DENIED, None),
     (errors.Unavailable("later"), grpc.StatusCode.UNAVAILABLE, details_pb2.RetryInfo),
     (errors.DeadlinePassed("late"), grpc.StatusCode.DEADLINE_EXCEEDED, None),

@@ -12,8 +12,8 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from loraplex.router.api.service import OpenCalls
-from loraplex.runtime.rpc.errors import Unauthenticated
 from loraplex.runtime.rpc.interceptors import end_call
+from loraplex.runtime.rpc.principal import Unauthenticated
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.tenancy.guard import open_guard
 from tests.rpc.raw_http2 import DATA, HEADERS, UnreadingClient

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from loraplex.router.request import Message
-from loraplex.runtime.rpc.errors import CallError, DeadlinePassed, Exhausted, Unauthenticated, Unavailable
+from loraplex.runtime.rpc.errors import CallError, DeadlinePassed, Exhausted, Unavailable
 from loraplex.runtime.rpc.interceptors import take_ending
-from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, Unauthenticated, set_caller
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
 from tests.simulation.redis import HELD

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from loraplex.runtime.rpc.errors import CallError, Unauthenticated, Unavailable
-from loraplex.runtime.rpc.principal import CredentialKind, Role
+from loraplex.runtime.rpc.errors import CallError, Unavailable
+from loraplex.runtime.rpc.principal import CredentialKind, Role, Unauthenticated
 from loraplex.runtime.tenancy.api_keys import (
     STALE_S,
     ApiKeyReader,

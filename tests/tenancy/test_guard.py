@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from loraplex.runtime.rpc.errors import CallError, Unauthenticated
-from loraplex.runtime.rpc.principal import TENANT_KEY, CredentialKind, Principal, Role
+from loraplex.runtime.rpc.errors import CallError
+from loraplex.runtime.rpc.principal import TENANT_KEY, CredentialKind, Principal, Role, Unauthenticated
 from loraplex.runtime.tenancy.guard import Guard, HeaderReader, naming
 from loraplex.runtime.tenancy.permissions import PERMISSIONS, Port
 

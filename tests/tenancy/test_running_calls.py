@@ -14,9 +14,8 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from loraplex.router.api.service import OpenCalls
-from loraplex.runtime.rpc.errors import Unauthenticated
 from loraplex.runtime.rpc.interceptors import end_call, let_finish
-from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, Unauthenticated
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from loraplex.runtime.tenancy.guard import Guard, RunningCalls

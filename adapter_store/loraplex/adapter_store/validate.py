@@ -13,25 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
+from loraplex.contracts.artifacts.adapter_files import AdapterFiles, read_adapter_files
 from loraplex.contracts.artifacts.added_tokens import check_new_tokens
 from loraplex.contracts.artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
-from loraplex.contracts.artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
-from loraplex.contracts.artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
-from loraplex.contracts.artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
-from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, MAX_RANK, TOKENS_FIELD, PeftConfig, parse_peft_config
-from loraplex.contracts.artifacts.revision import (
-    TENSOR_PREFIX,
-    WEIGHTS_FILE,
-    LoraShape,
-    as_peft_names,
-    check_copies,
-    lora_tensors,
-    ranks_of,
-    revision_digest,
-    tensor_names,
-    trained_ends,
-    trained_tokens,
-)
+from loraplex.contracts.artifacts.checkpoint import TensorInfo
+from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
+from loraplex.contracts.artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE, revision_digest, tensor_names
 from loraplex.runtime.rpc.children.child import LAST, Json, serve
 
 # By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.
@@ -70,43 +57,16 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     config_bytes = (directory / CONFIG_FILE).read_bytes()
     if base.architecture == HASH_ARCHITECTURE:
         return Validated(_rank_if_readable(config_bytes))
-    sent = parse_peft_config(config_bytes)
-    header = read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES)
-    _, changes = as_peft_names(header)
-    header = canonical_header(header, sent, base.architecture)
-    modules = {module.name: module for module in base.modules}
-    experts = {
-        module.name: ExpertSizes(module.in_features, module.out_features, module.experts)
-        for module in base.modules
-        if module.experts
-    }
-    header = named_by_parameter(header, sent.target_parameters, experts)
-    head = head_tensors(header, base.architecture)
-    counts = {name: sizes.experts for name, sizes in experts.items()}
-    sizes = {name: (module.in_features, module.out_features) for name, module in modules.items()}
-    whole = [*head.values(), *trained_ends(header, sent, sizes).values()]
-    shapes = lora_tensors(header, use_dora=sent.use_dora, own=whole, experts=counts)
-    shapes, _ = in_layout_of_model(shapes, experts, sent, base.architecture)
-    check_copies(header, sizes, whole)  # workers, which have the weights, compare them
-    check_head(header, sent, base.architecture, modules, hidden_size(sizes))
-    config = sent.resolved(shapes)
-    for name, shape in shapes.items():
-        _check_module(name, shape, modules.get(name), config, base.name)
-    ranks = ranks_of(shapes, trained_tokens(header, sent, sizes))
-    check_new_tokens(sent.added_tokens, base.vocab_size)
-    if max(ranks.values()) > MAX_RANK:
-        raise MismatchError(TOKENS_FIELD, f"ranks and trained tokens of a layer add up to more than {MAX_RANK}")
-    for name, tensor in header.items():
-        if tensor.dtype not in _EXPONENTS:
-            raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
-    zeros = _check_finite(directory / WEIGHTS_FILE, header)
-    warnings = [*_warnings_of_names(changes)]
-    if all(config.scaling_of(name, shape.rank) == 0 for name, shape in shapes.items()):
+    files = read_adapter_files(directory, base.sizes, base.architecture, evaluate=True)
+    check_new_tokens(files.sent.added_tokens, base.vocab_size)
+    zeros, shapes = _check_finite(directory / WEIGHTS_FILE, files.header), files.shapes
+    warnings = [*_warnings_of_names(files.changes)]
+    if all(files.config.scaling_of(name, shape.rank) == 0 for name, shape in shapes.items()):
         warnings.append("lora_alpha is 0: its LoRA layers change nothing")
-    elif all(tensor_names(name)["B"] in zeros for name in shapes) and not sent.use_dora:
+    elif all(tensor_names(name)["B"] in zeros for name in shapes) and not files.sent.use_dora:
         warnings.append("every lora_B is zero: its LoRA layers change nothing; was it saved before it was trained?")
-    kept = _with_names(config_bytes, sent, config, shapes)
-    return Validated(max(ranks.values()), kept, sent.base_model, tuple(warnings))
+    kept = _with_names(config_bytes, files)
+    return Validated(max(files.ranks.values()), kept, files.sent.base_model, tuple(warnings))
 
 
 def _warnings_of_names(changes: Sequence[str]) -> Iterator[str]:
@@ -117,9 +77,10 @@ def _warnings_of_names(changes: Sequence[str]) -> Iterator[str]:
         yield f"names of tensors were read with {TENSOR_PREFIX!r} in front"
 
 
-def _with_names(data: bytes, sent: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:
+def _with_names(data: bytes, files: AdapterFiles) -> bytes | None:
     """Return the configuration with names for patterns; None where its patterns are names that mean the same."""
-    if not sent.has_expressions and all(_values(sent, module) == _values(config, module) for module in modules):
+    sent, config = files.sent, files.config
+    if not sent.has_expressions and all(_values(sent, module) == _values(config, module) for module in files.shapes):
         return None
     patterns = {names.field: dict(names.entries) for names in (config.rank_pattern, config.alpha_pattern)}
     resolved = json.dumps(parse_object(data, CONFIG_FILE) | patterns, ensure_ascii=False, indent=2).encode()
@@ -138,23 +99,6 @@ def _rank_if_readable(config: bytes) -> int:
         return min(parse_peft_config(config).max_rank, MAX_RANK)
     except ArtifactError:
         return 0
-
-
-def _check_module(name: str, shape: LoraShape, module: ModuleShape | None, config: PeftConfig, base: str) -> None:
-    if module is None:
-        raise MismatchError(WEIGHTS_FILE, f"{name} is not a layer of {base} that an adapter may change")
-    if (shape.in_features, shape.out_features) != (module.in_features, module.out_features):
-        raise MismatchError(
-            WEIGHTS_FILE,
-            f"{name} is for {shape.in_features} inputs and {shape.out_features} outputs; "
-            f"{base} has {module.in_features} and {module.out_features}",
-        )
-    if shape.rank > MAX_RANK:
-        raise MismatchError("r", f"{name} has rank {shape.rank}; at most {MAX_RANK} is served")
-    if shape.rank != config.rank_of(name):
-        raise ArtifactError(
-            WEIGHTS_FILE, f"{name} has rank {shape.rank}, but {CONFIG_FILE} gives it {config.rank_of(name)}"
-        )
 
 
 def _check_finite(path: Path, header: Mapping[str, TensorInfo]) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loraplex.cli.gguf_models import local_model, worker_command
 from loraplex.cli.options import (
     STORE,
     TENANT,
@@ -47,19 +47,6 @@ ModelDirOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Directory of the original base model, on this machine; for certificates."),
 ]
-
-
-def worker_command(command: str, flags: Mapping[str, object], *words: str) -> list[str]:
-    """Return `loraplex worker COMMAND --flag=value ...`."""
-    return [
-        sys.executable,
-        "-P",
-        "-m",
-        "loraplex.worker",
-        command,
-        *(f"--{name}={flags[name]}" for name in flags),
-        *words,
-    ]
 
 
 def _run_worker(command: str, flags: Mapping[str, object], *words: str) -> CompletedProcess[str]:
@@ -127,8 +114,6 @@ def quantize(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
     [bold]loraplex quantize ./Qwen2-0.5B ./Qwen2-0.5B-int4 --to int4 --report article.txt[/]
     """
-    from loraplex.cli.gguf_models import local_model
-
     if not out and report is None:
         raise CommandError("give OUT, the new directory, or --report FILE")
     if calibrate and not out:

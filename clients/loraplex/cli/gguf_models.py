@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,13 +20,25 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli.computations import worker_command
 from loraplex.cli.terminal import CommandError, err
 
 # The variable that names the cache's folder, which is otherwise in the user's own cache (XDG_CACHE_HOME).
 CACHE_VARIABLE = "LORAPLEX_CACHE_DIR"
 # Raised when an import writes something else for the same file, so that the cache's directories are made again.
 _VERSION = 1
+
+
+def worker_command(command: str, flags: Mapping[str, object], *words: str) -> list[str]:
+    """Return `loraplex worker COMMAND --flag=value ...`."""
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "loraplex.worker",
+        command,
+        *(f"--{name}={flags[name]}" for name in flags),
+        *words,
+    ]
 
 
 def import_(

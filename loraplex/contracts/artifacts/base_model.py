@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from loraplex.contracts.artifacts.encoders import (
     has_head,
     label_names,
 )
-from loraplex.contracts.artifacts.experts import expert_sizes
+from loraplex.contracts.artifacts.experts import ExpertSizes, expert_sizes
 from loraplex.contracts.artifacts.families import (
     FAMILIES,
     HEAD,
@@ -142,6 +142,12 @@ class BaseModel:
     def serves(self, task: str) -> bool:
         """Tell whether the model alone does a task: "generate", "embed" or "classify"."""
         return task in self.tasks
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return (in_features, out_features) of its modules by name, of experts ExpertSizes."""
+        shapes = {name: tuple(sizes) for name, *sizes in map(astuple, self.modules)}
+        return {name: ExpertSizes(*sizes) if sizes[2] else sizes[:2] for name, sizes in shapes.items()}
 
     @property
     def adapted_digest(self) -> str:

@@ -190,17 +190,20 @@ def has_head(modules: Iterable[str], architecture: str) -> bool:
     return set(head_of(architecture).linears) <= set(modules)
 
 
-def canonical_header(header: Mapping[str, TensorInfo], config: PeftConfig, architecture: str) -> dict[str, TensorInfo]:
+def canonical_header(
+    header: Mapping[str, TensorInfo], config: PeftConfig, architecture: str
+) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     """Return the tensors by the names that they have in the base's ...ForSequenceClassification or ...ForCausalLM.
 
-    Those that nothing depends on are left out. Raises ArtifactError.
+    Those that nothing depends on are left out. The second are the changes of as_peft_names. Raises ArtifactError.
     """
     if config.trained_ends and architecture in ENCODERS:
         raise MismatchError(SAVED_FIELD, "embeddings of encoders that were trained in full are not served")
-    renamed = with_prefix(as_peft_names(header)[0], architecture)
+    named, changes = as_peft_names(header)
+    renamed = with_prefix(named, architecture)
     if renamed.keys() != header.keys():
         config.check_anchors()
-    return without_unused(renamed, architecture)
+    return without_unused(renamed, architecture), changes
 
 
 def head_tensors(header: Mapping[str, TensorInfo], architecture: str) -> dict[str, str]:

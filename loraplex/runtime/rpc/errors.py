@@ -9,7 +9,7 @@ CallError
 ├── AlreadyExists       a name that is taken
 ├── Aborted             a concurrent call changed the resource or took the request over
 ├── Exhausted           a quota, a queue or a memory that is full
-├── Unauthenticated     no credential, or a bad one
+├── Unauthenticated     no credential, or a bad one (rpc/principal.py)
 ├── PermissionDenied    a credential whose role, scope or port does not permit the call
 ├── Unavailable         a dependency that does not answer now; retry later
 ├── DeadlinePassed      the call's deadline passed
@@ -18,11 +18,6 @@ CallError
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from loraplex.runtime.rpc.principal import Principal
 
 
 class CallError(Exception):
@@ -114,16 +109,6 @@ class Exhausted(CallError):
         super().__init__(message, reason=reason)
         self.subject = subject
         self.retry_after_s = retry_after_s
-
-
-class Unauthenticated(CallError):
-    """No credential, or a bad one. `holder` is whose it is, where it was right once: for the audit log."""
-
-    reason = "UNAUTHENTICATED"
-
-    def __init__(self, message: str, *, reason: str | None = None, holder: Principal | None = None) -> None:
-        super().__init__(message, reason=reason)
-        self.holder = holder
 
 
 class PermissionDenied(CallError):

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from loraplex.runtime.rpc.errors import Unauthenticated
+from loraplex.runtime.rpc.errors import CallError
 
 TENANT_KEY = "x-loraplex-tenant"
 # Metadata of a worker's download: a router's grant (tenancy/signatures.py).
@@ -62,6 +62,16 @@ class Principal:
     def sees_tenant(self, tenant: str) -> bool:
         """Tell whether lists show this caller the things of a tenant."""
         return tenant == self.tenant or bool(self.roles & {Role.OPERATOR, Role.AUDITOR})
+
+
+class Unauthenticated(CallError):
+    """No credential, or a bad one. `holder` is whose it is, where it was right once: for the audit log."""
+
+    reason = "UNAUTHENTICATED"
+
+    def __init__(self, message: str, *, reason: str | None = None, holder: Principal | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.holder = holder
 
 
 _CALLER: ContextVar[Principal | None] = ContextVar("caller", default=None)

@@ -29,9 +29,9 @@ from loraplex.runtime.rpc.errors import (
     NotFound,
     PermissionDenied,
     PositionGone,
-    Unauthenticated,
     Unavailable,
 )
+from loraplex.runtime.rpc.principal import Unauthenticated
 
 DOMAIN = "loraplex"
 DETAILS_KEY = "grpc-status-details-bin"

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from loraplex.runtime.rpc.errors import Unauthenticated, Unavailable
-from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role
+from loraplex.runtime.rpc.errors import Unavailable
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, Unauthenticated
 from loraplex.runtime.tenancy.guard import AuthContext, Metadata, RunningCalls
 
 PREFIX = "lpx_"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from loraplex.runtime.rpc.errors import CallError, PermissionDenied, Unauthenticated
+from loraplex.runtime.rpc.errors import CallError, PermissionDenied
 from loraplex.runtime.rpc.interceptors import CallGuard, Context, Handler, current_call, end_call, wrapped
 from loraplex.runtime.rpc.principal import (
     NAMING_ROLES,
@@ -20,6 +20,7 @@ from loraplex.runtime.rpc.principal import (
     CredentialKind,
     Principal,
     Role,
+    Unauthenticated,
     set_caller,
 )
 from loraplex.runtime.tenancy.permissions import PERMISSIONS, Permission, Port

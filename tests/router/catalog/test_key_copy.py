@@ -16,8 +16,8 @@ from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.router.catalog.store_client import KeyCopy, StoreClient
-from loraplex.runtime.rpc.errors import Unauthenticated, Unavailable
-from loraplex.runtime.rpc.principal import Role
+from loraplex.runtime.rpc.errors import Unavailable
+from loraplex.runtime.rpc.principal import Role, Unauthenticated
 from loraplex.runtime.tenancy.api_keys import ApiKeyReader, KeyDirectory
 
 

@@ -7,8 +7,9 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from loraplex.router.catalog.models import tokenizer_of
 from loraplex.router.text.file_tokenizer import FileTokenizer
-from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer, PromptTokenizer, bad_word_ids, tokenizer_of
+from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer, PromptTokenizer, bad_word_ids
 from loraplex.runtime.rpc.errors import InvalidField
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3

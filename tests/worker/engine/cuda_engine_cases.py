@@ -20,12 +20,13 @@ from torch import Tensor
 from loraplex.contracts.options import StoppingParams
 from loraplex.worker.engine import torch_engine
 from loraplex.worker.engine.decoder.cuda import use_kernels
-from loraplex.worker.engine.lora.base_layers import AdapterLayers
 from loraplex.worker.engine.lora.cuda import adapt_linears
 from loraplex.worker.engine.lora.cuda_experts import adapt_experts
+from loraplex.worker.engine.lora.weights import AdapterLayers
 from loraplex.worker.engine.model.loader import LoadedModel
 from loraplex.worker.engine.model.runner import DecodeBuffers
-from loraplex.worker.engine.quantized import cuda, weight
+from loraplex.worker.engine.quantized import cuda
+from loraplex.worker.engine.quantized.layers import QuantizedLinear
 from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence
 from tests.worker.engine.interpreted import interpret_quickly
 
@@ -88,10 +89,10 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
     return {"answers": made, "padded": padded}
 
 
-dequantized = weight.QuantizedLinear.forward
+dequantized = QuantizedLinear.forward
 
 
-def by_kernel(layer: weight.QuantizedLinear, x: Tensor) -> Tensor:
+def by_kernel(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """Compute a quantized layer as on CUDA; but the interpreter is for one thread, and loaders have others."""
     alone = threading.current_thread() is threading.main_thread()
     return cuda.multiply(x, layer.weight, layer.bias) if alone else dequantized(layer, x)
@@ -100,5 +101,5 @@ def by_kernel(layer: weight.QuantizedLinear, x: Tensor) -> Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpret_quickly()
-    weight.QuantizedLinear.forward = by_kernel  # type: ignore[assignment, method-assign]
+    QuantizedLinear.forward = by_kernel  # type: ignore[assignment, method-assign]
     print(json.dumps([answers(case) for case in json.load(sys.stdin)]))

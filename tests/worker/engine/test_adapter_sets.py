@@ -60,12 +60,8 @@ def source_of(oracle: PeftOracle, parts: list[tuple[str, float]]) -> AdapterSour
     )
 
 
-def linears_of(oracle: PeftOracle) -> dict[str, tuple[int, int]]:
-    return {
-        name: (module.in_features, module.out_features)
-        for name, module in oracle.peft.get_base_model().named_modules()
-        if hasattr(module, "lora_A")
-    }
+def layers_of(oracle: PeftOracle) -> ModelLayers:
+    return ModelLayers(load_model(str(oracle.directory)))
 
 
 @pytest.mark.parametrize("slots", [10, 2])
@@ -87,7 +83,7 @@ def test_logits_and_tokens_are_those_of_pefts_sum(
 
 @pytest.mark.parametrize("name", SETS)
 def test_the_product_is_the_weighted_sum_of_pefts_deltas(oracle: PeftOracle, name: str) -> None:
-    read = read_source(source_of(oracle, SETS[name]), linears_of(oracle), 40)
+    read = read_source(source_of(oracle, SETS[name]), layers_of(oracle), 40)
     adapted = 0
     for module_name, module in oracle.peft.get_base_model().named_modules():
         if not hasattr(module, "get_delta_weight"):
@@ -105,8 +101,8 @@ def test_the_product_is_the_weighted_sum_of_pefts_deltas(oracle: PeftOracle, nam
 
 
 def test_a_set_of_one_is_the_adapter_times_its_weight(oracle: PeftOracle) -> None:
-    alone = read_source(AdapterSource("digest", str(oracle.adapters["wide"])), linears_of(oracle), 8)
-    half = read_source(source_of(oracle, [("wide", -0.5)]), linears_of(oracle), 8)
+    alone = read_source(AdapterSource("digest", str(oracle.adapters["wide"])), layers_of(oracle), 8)
+    half = read_source(source_of(oracle, [("wide", -0.5)]), layers_of(oracle), 8)
     for module, pair in alone.pairs.items():
         assert torch.equal(half.pairs[module].a, pair.a)
         assert torch.equal(half.pairs[module].b, -0.5 * pair.b)
@@ -132,16 +128,16 @@ def test_other_weights_of_the_same_adapters_share_no_block(
 def test_a_dora_adapter_is_no_part_of_a_set(oracle: PeftOracle, tmp_path: Path) -> None:
     """DoRA's change depends on the base's weight as it is; peft would give the sum other magnitudes."""
     dora = PeftOracle("llama", tmp_path, {"DoRA": CONFIGS["wide"] | {"use_dora": True}}, seed=7)
-    base = load_model(str(dora.directory))
+    base = layers_of(dora)
     parts = tuple(AdapterPart(name, str(one.adapters[name]), 0.5) for name, one in (("wide", oracle), ("DoRA", dora)))
     for source in (AdapterSource("set", parts=parts), AdapterSource("set of one", parts=parts[1:])):
         with pytest.raises(MismatchError, match="adapters: one of them is a DoRA adapter"):
-            read_source(source, base.linears, 16, ModelLayers(base))
+            read_source(source, base, 16)
 
 
 def test_ranks_that_add_up_to_too_much_fail_by_name(oracle: PeftOracle) -> None:
     """Only where they meet: what a router adds up is the most that they could come to."""
     parts = source_of(oracle, [("wide", 1.0), ("rooted", 1.0)])
-    assert read_source(parts, linears_of(oracle), 24).rank == 24
+    assert read_source(parts, layers_of(oracle), 24).rank == 24
     with pytest.raises(MismatchError, match=r"adapters: their ranks at .*o_proj add up to 24; this engine takes 20"):
-        read_source(parts, linears_of(oracle), 20)
+        read_source(parts, layers_of(oracle), 20)

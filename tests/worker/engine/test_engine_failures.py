@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
-from loraplex.worker.engine.sampling import sampler, step
+from loraplex.worker.engine.sampling import step
 from loraplex.worker.engine_api import AdapterSource, Failure, NewSequence, Output
 
 pytestmark = pytest.mark.model
@@ -98,7 +98,7 @@ def broken_adapters(tiny_llama: Any, tiny_qwen2: Any, make_tiny: Callable[..., A
     (cut / "adapter_model.safetensors").write_bytes(data[:-100])
     return {
         "layers.3": deeper.adapters["plain"],
-        "96 in the model": wider.adapters["plain"],
+        "the base has 64 and 96": wider.adapters["plain"],
         "has rank 16; this engine takes 8": tiny_llama.adapters["rslora"],
         "adapter_model.safetensors": missing_file,
         "lora_bias": biased,
@@ -159,7 +159,7 @@ def test_sampling_that_runs_out_of_memory_makes_the_step_smaller_and_ends_nobody
     run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    times, sample = 0, sampler.sample
+    times, sample = 0, step.sample
 
     def sample_few(logits: torch.Tensor, draws: Any) -> torch.Tensor:
         nonlocal times

@@ -19,6 +19,7 @@ from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
+from loraplex.worker.engine.lora.base_layers import ModelLayers
 from loraplex.worker.engine.lora.weights import read_adapter, read_source
 from loraplex.worker.engine.model.loader import load_model
 from loraplex.worker.engine_api import AdapterPart, AdapterSource
@@ -129,14 +130,14 @@ def test_an_adapter_in_the_layout_of_peft_before_0_19_is_the_same(
 
 
 def test_a_weighted_set_adds_up_the_changes_of_each_expert(of_one: PeftOracle) -> None:
-    loaded = load_model(str(of_one.directory))
+    base = ModelLayers(load_model(str(of_one.directory)))
     weighted = zip(of_one.adapters.items(), (2, -1), strict=True)
     parts = tuple(AdapterPart(name, str(path), weight) for (name, path), weight in weighted)
-    read = read_source(AdapterSource("both", parts=parts), loaded.adaptable, 5)
+    read = read_source(AdapterSource("both", parts=parts), base, 5)
     name = "model.layers.1.mlp.experts.down_proj"
     expected = torch.zeros(4, 24, 32)
     for part in parts:
-        pair = read_adapter(part.directory, loaded.adaptable, 5, part.weight).pairs[name]
+        pair = read_adapter(part.directory, base, 5, part.weight).pairs[name]
         expected += pair.a.transpose(1, 2) @ pair.b
     assert torch.allclose(read.pairs[name].a.transpose(1, 2) @ read.pairs[name].b, expected, atol=1e-6)
     assert read.rank == 5
@@ -149,7 +150,7 @@ def test_a_weighted_set_adds_up_the_changes_of_each_expert(of_one: PeftOracle) -
         ({"target_parameters": ["experts.down_proj_bias"]}, "target_parameters", "no routers or biases"),
         ({"target_parameters": None}, WEIGHTS_FILE, "experts.lora_A.weight belongs to none of the experts"),
         ({"target_parameters": BOTH}, WEIGHTS_FILE, "has no tensors of model.layers.0.mlp.experts.gate_up_proj"),
-        ({"target_parameters": ["gate_up_proj"]}, WEIGHTS_FILE, "gate_up_proj is for|gate_up_proj takes 24"),
+        ({"target_parameters": ["gate_up_proj"]}, WEIGHTS_FILE, "gate_up_proj is for"),
         ({"target_parameters": "down_proj"}, "target_parameters", "is not a list of names"),
         ({"use_dora": True}, "target_parameters", "DoRA of experts is not served"),
         ({"r": 3}, WEIGHTS_FILE, "has rank 2"),
@@ -169,17 +170,17 @@ def test_what_does_not_fit_is_named_by_store_and_worker(
     if "revision" in fields:
         tensors |= {name.replace(".lora_", ".down_proj.lora_"): one.clone() for name, one in tensors.items()}
     save_file(tensors, tmp_path / WEIGHTS_FILE)
-    loaded = load_model(str(of_one.directory))
+    base = ModelLayers(load_model(str(of_one.directory)))
     with pytest.raises(ArtifactError, match=message) as by_store:
         validate_adapter(tmp_path, read_base_model(str(of_one.directory)))
     with pytest.raises(ArtifactError, match=message) as by_worker:
-        read_adapter(str(tmp_path), loaded.adaptable, 8)
+        read_adapter(str(tmp_path), base, 8)
     assert by_store.value.subject == by_worker.value.subject == subject
 
 
 def test_an_engine_that_has_no_slots_for_experts_names_the_flag(of_one: PeftOracle) -> None:
-    adaptable = load_model(str(of_one.directory)).adaptable
+    base = ModelLayers(load_model(str(of_one.directory)))
     directory = str(of_one.adapters["the first of 2"])
     with pytest.raises(ArtifactError, match=r"has rank 2; this engine takes 0 \(--max-expert-rank\)"):
-        read_adapter(directory, adaptable, 8, max_expert_rank=0)
-    assert read_adapter(directory, adaptable, 1, max_expert_rank=2).rank == 2
+        read_adapter(directory, base, 8, max_expert_rank=0)
+    assert read_adapter(directory, base, 1, max_expert_rank=2).rank == 2

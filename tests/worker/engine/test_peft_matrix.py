@@ -24,7 +24,7 @@ from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.checkpoint import read_header
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, base_copies
-from loraplex.worker.engine.lora.base_layers import ModelLayers
+from loraplex.worker.engine.lora.base_layers import LoadedBase, ModelLayers
 from loraplex.worker.engine.lora.weights import read_adapter
 from loraplex.worker.engine.model.loader import load_model
 from loraplex.worker.engine_api import NewSequence
@@ -115,6 +115,11 @@ TIED: dict[str, list[str]] = {
 }
 
 
+def on_cuda(loaded: LoadedBase) -> ModelLayers:
+    """The layers of a model as on CUDA, where adapters may not change both ends."""
+    return ModelLayers(replace(loaded, device=torch.device("cuda")))
+
+
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PeftOracle]:
     """Call with a model type: its model and adapters, made once, as the store keeps them."""
@@ -168,12 +173,11 @@ def test_every_adapter_changes_the_models_answer_and_every_tensor_is_consumed(
     model_type: str, oracles: Callable[[str], PeftOracle]
 ) -> None:
     oracle = oracles(model_type)
-    base = load_model(str(oracle.directory))
-    shapes, layers = {**base.linears, **base.ends}, ModelLayers(base)
+    layers = ModelLayers(load_model(str(oracle.directory)))
     prompt = tuple(range(3, 12))
     plain = oracle._logits(prompt, None)
     for name, directory in oracle.adapters.items():
-        read = read_adapter(str(directory), shapes, 256, base=layers)
+        read = read_adapter(str(directory), layers, 256)
         header = read_header(directory / WEIGHTS_FILE)
         of_dora = sum(pair.rescale is not None for pair in read.pairs.values())
         assert of_dora == ("DoRA" in name) * len(read.pairs)
@@ -304,11 +308,11 @@ def test_embeddings_and_heads_that_do_not_fit_are_refused_by_name(
         with pytest.raises(ArtifactError, match=words):
             validate_adapter(tmp_path, base)
         with pytest.raises(ArtifactError, match=words):
-            read_adapter(str(tmp_path), loaded.adaptable, 256, base=ModelLayers(loaded))
+            read_adapter(str(tmp_path), ModelLayers(loaded), 256)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(fields | {"modules_to_save": ["lm_head"]}))
     save_file(tensors | own, tmp_path / WEIGHTS_FILE)
     with pytest.raises(MismatchError, match=r"modules_to_save: the base has no lm_head .* on the CPU alone"):
-        read_adapter(str(tmp_path), replace(loaded, device=torch.device("cuda")).adaptable, 256)
+        read_adapter(str(tmp_path), on_cuda(loaded), 256)
 
 
 def test_trained_tokens_that_do_not_fit_are_refused_by_name(
@@ -333,12 +337,11 @@ def test_trained_tokens_that_do_not_fit_are_refused_by_name(
         with pytest.raises(ArtifactError, match=words):
             validate_adapter(tmp_path, base)
         with pytest.raises(ArtifactError, match=words):
-            read_adapter(str(tmp_path), loaded.adaptable, 256, base=ModelLayers(loaded))
+            read_adapter(str(tmp_path), ModelLayers(loaded), 256)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(fields | {"trainable_token_indices": [3]}))
     save_file(tensors | {name: torch.ones(1, 64)}, tmp_path / WEIGHTS_FILE)
-    on_cuda = replace(loaded, device=torch.device("cuda"))
     with pytest.raises(MismatchError, match=r"trainable_token_indices: .* on the CPU alone"):
-        read_adapter(str(tmp_path), on_cuda.adaptable, 256, base=ModelLayers(on_cuda))
+        read_adapter(str(tmp_path), on_cuda(loaded), 256)
 
 
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
@@ -350,30 +353,28 @@ def test_a_copy_of_the_models_own_weight_must_be_that(
     shutil.copy(oracle.adapters["both ends"] / CONFIG_FILE, tmp_path)
     tensors = load_file(oracle.adapters["both ends"] / WEIGHTS_FILE)
     (copy,) = (name for name in tensors if f"{end}.base_layer" in name)
-    base = load_model(str(oracle.directory))
-    linears = {**base.linears, **base.ends}
+    layers = ModelLayers(load_model(str(oracle.directory)))
     tensors[copy][3, 5] += 1
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     with pytest.raises(MismatchError, match=rf"{re.escape(copy)} is not the model's own"):
-        read_adapter(str(tmp_path), linears, 8, base=ModelLayers(base))
+        read_adapter(str(tmp_path), layers, 8)
     for other, message in (
         (tensors[copy][:, 1:], rf"{re.escape(copy)} has not the shape of"),
         (tensors[copy][1:], f"trained with {VOCAB - 1} tokens, the base has {VOCAB}"),
     ):
         save_file(tensors | {copy: other.contiguous()}, tmp_path / WEIGHTS_FILE)
         with pytest.raises(MismatchError, match=message):
-            read_adapter(str(tmp_path), linears, 8, base=ModelLayers(base))
+            read_adapter(str(tmp_path), layers, 8)
         with pytest.raises(MismatchError, match=message):
             validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
 
 
 def test_where_both_ends_can_not_be_adapted_they_are_refused_by_name(oracles: Callable[[str], PeftOracle]) -> None:
-    """CUDA refuses them too."""
     oracle = oracles("llama")
-    linears = load_model(str(oracle.directory)).linears
+    loaded = load_model(str(oracle.directory))
     for name, named in (("output", "lm_head"), ("input", "embed_tokens")):
         with pytest.raises(MismatchError, match=f"{named} .* on this device; .* on the CPU alone"):
-            read_adapter(str(oracle.adapters[name]), linears, 256)
+            read_adapter(str(oracle.adapters[name]), on_cuda(loaded), 256)
 
 
 # Saved by peft itself; what the refusal must name.
@@ -403,7 +404,7 @@ def test_what_is_not_served_is_refused_by_name_by_store_and_worker(
     with pytest.raises(ArtifactError, match=named) as by_store:
         validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
     with pytest.raises(ArtifactError, match=named) as by_worker:
-        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256)
+        read_adapter(str(tmp_path), ModelLayers(load_model(str(oracle.directory))), 256)
     if named in fields:  # a field of the configuration: both say the same
         assert by_store.value.subject == by_worker.value.subject == named
 
@@ -420,4 +421,4 @@ def test_a_tensor_that_nobody_consumes_is_named(
     with pytest.raises(ArtifactError, match=re.escape(stray)):
         validate_adapter(tmp_path, read_base_model(str(oracle.directory)))
     with pytest.raises(ArtifactError, match=re.escape(stray)):
-        read_adapter(str(tmp_path), load_model(str(oracle.directory)).linears, 256)
+        read_adapter(str(tmp_path), ModelLayers(load_model(str(oracle.directory))), 256)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from loraplex.contracts.options import SamplingParams
-from loraplex.worker.engine.sampling import sampler
+from loraplex.worker.engine.sampling import step
 from loraplex.worker.engine.sampling.sampler import Draw, gumbel_noise, row_key
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    ids: list[int] = sampler.sample(logits, draws).tolist()
+    ids: list[int] = step.sample(logits, draws).tolist()
     return ids
 
 

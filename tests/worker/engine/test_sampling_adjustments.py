@@ -11,7 +11,8 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from loraplex.contracts.options import SamplingParams
-from loraplex.worker.engine.sampling.sampler import Adjustments, Draw, adjust_logits, sample
+from loraplex.worker.engine.sampling.sampler import Adjustments, Draw, adjust_logits
+from loraplex.worker.engine.sampling.step import sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
 )
 
 from loraplex.contracts.options import SamplingParams
-from loraplex.worker.engine.sampling.sampler import Draw, mask_atypical, sample, smallest_kept
+from loraplex.worker.engine.sampling.sampler import Draw, mask_atypical, smallest_kept
+from loraplex.worker.engine.sampling.step import sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from loraplex.contracts.options import SamplingParams, StoppingParams
-from loraplex.worker.engine.sampling import sampler
+from loraplex.worker.engine.sampling import step as sampling_step
 from loraplex.worker.engine.sampling.sampler import NO_MASKS, Masks, forbid_with_torch
 from loraplex.worker.engine.sampling.step import InFlight, launch_sampling
 from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
@@ -61,7 +61,7 @@ def test_launching_needs_no_result(one_thread: None) -> None:
 
 def test_masks_need_no_result(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither do rows that failed when their masks were filled. On CUDA, where steps overlap, torch applies them."""
-    monkeypatch.setattr(sampler, "forbid_ids", forbid_with_torch)
+    monkeypatch.setattr(sampling_step, "forbid_ids", forbid_with_torch)
     step = batch(ALL)
     mask = np.full(VOCAB // 32 + 1, 1 << 7, dtype=np.int32)
     failure = Failure("INVALID_ARGUMENT", "GRAMMAR_FAILED", "nothing may come", "format")

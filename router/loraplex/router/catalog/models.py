@@ -21,7 +21,7 @@ from loraplex.contracts.broker.terms import QueueLimits
 from loraplex.router.catalog.cells import ANSWER_S, CellKey, CellServer, LiveWorkers
 from loraplex.router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from loraplex.router.text.chat import ChatTemplate
-from loraplex.router.text.tokenizer import ModelTokenizer, panics_as_errors, tokenizer_of
+from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer, panics_as_errors
 from loraplex.runtime.rpc.children.pool import ChildDiedError, ChildPool
 from loraplex.runtime.rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from loraplex.runtime.telemetry.logging import LogOnce
@@ -74,7 +74,7 @@ class ModelTokenizers:
             why = await self._why_unusable(manifest.files)
             if not why:
                 try:
-                    tokenizer = await asyncio.to_thread(_load, manifest)
+                    tokenizer = await asyncio.to_thread(tokenizer_of, manifest.architecture, manifest.files)
                     self._refused.pop(manifest.digest, None)
                     return tokenizer
                 except Exception as error:  # anybody may have written the files: the other models go on
@@ -98,9 +98,17 @@ class ModelTokenizers:
             return f"ended the process that tried them out: it {error}"
 
 
-def _load(manifest: Manifest) -> ModelTokenizer:
+def tokenizer_of(architecture: str, files: Mapping[str, bytes]) -> ModelTokenizer:
+    """Make the tokenizer of a base model from its manifest. Raises ValueError on a broken file."""
+    if architecture == "hash":
+        return HashTokenizer()
+    if "tokenizer.json" not in files:
+        return ModelTokenizer()
+    # Imported for such a model alone: the libraries of tokenizers and templates take a quarter of a router's start.
+    from loraplex.router.text.file_tokenizer import FileTokenizer
+
     with panics_as_errors():
-        return tokenizer_of(manifest.architecture, manifest.files)
+        return FileTokenizer(files)
 
 
 _NO_MODEL = "a base model to be registered (loraplex models push)"

@@ -25,8 +25,8 @@ from loraplex.router.dispatch.block_feed import BlockFeed
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import WorkerLink, read_frame
 from loraplex.router.metrics import RouterMetrics
-from loraplex.runtime.rpc.errors import CallError, InvalidField, PermissionDenied, Unauthenticated
-from loraplex.runtime.rpc.principal import Principal, Role, caller
+from loraplex.runtime.rpc.errors import CallError, InvalidField, PermissionDenied
+from loraplex.runtime.rpc.principal import Principal, Role, Unauthenticated, caller
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import LiveChannel, TlsFiles
 from loraplex.runtime.tenancy.certificates import belongs

@@ -12,7 +12,7 @@ their number bounds both. A short prompt waits for nobody.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -168,18 +168,6 @@ def bad_word_ids(tokenizer: ModelTokenizer, words: Sequence[str]) -> tuple[tuple
             if ids:  # not where the tokenizer drops all of the text
                 found[tuple(ids)] = None
     return tuple(found)
-
-
-def tokenizer_of(architecture: str, files: Mapping[str, bytes]) -> ModelTokenizer:
-    """Make the tokenizer of a base model from its manifest. Raises ValueError on a broken file."""
-    if architecture == "hash":
-        return HashTokenizer()
-    if "tokenizer.json" not in files:
-        return ModelTokenizer()
-    # Imported for such a model alone: the libraries of tokenizers and templates take a quarter of a router's start.
-    from loraplex.router.text.file_tokenizer import FileTokenizer
-
-    return FileTokenizer(files)
 
 
 T = TypeVar("T")

@@ -87,10 +87,10 @@ def test_a_broken_head_is_refused_when_it_is_read(bert: EncoderOracle, tmp_path:
     from safetensors.torch import load_file, save_file
 
     from loraplex.contracts.artifacts import MismatchError
-    from loraplex.contracts.artifacts.base_model import read_base_model
+    from loraplex.encoders.loader import load_encoder
+    from loraplex.worker.engine.lora.base_layers import ModelLayers
     from loraplex.worker.engine.lora.weights import read_adapter
 
-    sizes = {one.name: (one.in_features, one.out_features) for one in read_base_model(str(bert.directory)).modules}
     own = bert.tuned["own"].source
     assert own is not None
     tensors = load_file(Path(own.directory) / "adapter_model.safetensors")
@@ -99,7 +99,7 @@ def test_a_broken_head_is_refused_when_it_is_read(bert: EncoderOracle, tmp_path:
     name = "base_model.model.classifier.weight"
     save_file(tensors | {name: tensors[name][:, :5].contiguous()}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(MismatchError, match=r"classifier.weight has the shape \[3, 5\], not \[3, 32\]"):
-        read_adapter(str(tmp_path), sizes, 8, architecture="bert")
+        read_adapter(str(tmp_path), ModelLayers(load_encoder(str(bert.directory))), 8)
 
 
 def test_texts_wait_again_where_memory_is_not_enough_and_one_alone_fails(

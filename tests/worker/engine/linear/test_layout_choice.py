@@ -18,7 +18,8 @@ from loraplex.worker.engine.linear.choice import LayoutChoice, measured, unmeasu
 from loraplex.worker.engine.linear.layouts import Layout, float_layouts
 from loraplex.worker.engine.model import loader
 from loraplex.worker.engine.model.loader import choose_layouts, lay_out, load_model
-from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear
+from loraplex.worker.engine.quantized.weight import quantize
 from loraplex.worker.engine_api import ModelUnusableError
 from tests.worker.engine.model.tiny_families import make_config, make_model
 

@@ -12,7 +12,8 @@ from loraplex.kernels.linear import compile_linear
 from loraplex.kernels.tiles import bfloat16_products
 from loraplex.kernels.weight_vectors import EMULATED, PAIRS, TILES, V
 from loraplex.worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
-from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedLinear, QuantizedWeight, quantize
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize
 
 # Outputs and columns: less than a panel and a vector, whole ones, and more with a rest.
 SHAPES = [(5, 16), (33, 86), (100, 290)]

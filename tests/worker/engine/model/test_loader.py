@@ -17,7 +17,7 @@ from loraplex.worker.engine.device import available_bytes
 from loraplex.worker.engine.linear import layouts as packed
 from loraplex.worker.engine.model import loader
 from loraplex.worker.engine.model.loader import SUPPORTED, check_architecture, device_of, lay_out, load_model
-from loraplex.worker.engine.quantized.weight import AnyLinear
+from loraplex.worker.engine.quantized.layers import AnyLinear
 from loraplex.worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,7 +17,7 @@ from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.quantization import EIGHTHS
 from loraplex.worker.engine.model.loader import load_model
-from loraplex.worker.engine.quantized.weight import QuantizedLinear
+from loraplex.worker.engine.quantized.layers import QuantizedLinear
 from loraplex.worker.engine_api import ModelUnusableError
 from tests.worker.engine.quantized import published_layouts as layouts
 

@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import linear
 
 from loraplex.contracts.artifacts.quantization import parse_quantization
-from loraplex.worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, quantize, quantize_weight
+from loraplex.worker.engine.quantized.layers import QuantizedLinear
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight
 from tests.worker.engine.triton_runs import compiled_for
 
 SCHEMES = [(8, None, True), (8, None, False), (8, 32, True), (4, 32, True), (4, 32, False), (4, None, True)]

@@ -30,9 +30,15 @@ from loraplex.worker.engine.device import (
     step_threads,
 )
 from loraplex.worker.engine.engine import Engine
-from loraplex.worker.engine.lora.base_layers import AdapterLayers, ModelLayers
+from loraplex.worker.engine.lora.base_layers import ModelLayers
 from loraplex.worker.engine.lora.rank_adapters import RankAdapters, SharedAdapterMemory
-from loraplex.worker.engine.lora.weights import MakeMemory, PackedAdapter, TorchAdapterMemory, adapter_cache
+from loraplex.worker.engine.lora.weights import (
+    AdapterLayers,
+    MakeMemory,
+    PackedAdapter,
+    TorchAdapterMemory,
+    adapter_cache,
+)
 from loraplex.worker.engine.lora.whole_layers import WholeLayers
 from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.first_steps import run_first_steps
@@ -224,7 +230,7 @@ def load_part(
     loaded = load_model(config.model, device, config.dtype, config.quantize, group)
     torch.set_num_threads(_threads(loaded, config))
     loaded = choose_layouts(loaded, config.dtype)
-    base = WholeLayers(loaded, loaded.split) if loaded.split is not None else ModelLayers(loaded)
+    base = WholeLayers(loaded) if loaded.split is not None else ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     encoding = Encoding(loaded, config.adapter_slots)
     on_cuda = loaded.device.type == "cuda"

@@ -16,7 +16,7 @@ from loraplex.runtime.tenancy.auditor import RefusedCallers
 from loraplex.runtime.tenancy.certificates import below, own_name
 from loraplex.runtime.tenancy.signatures import Signature, SignatureError, Verifier, welcome_parts
 from loraplex.worker.io.metrics import WorkerMetrics
-from loraplex.worker.io.relay.links import NotARouterError
+from loraplex.worker.io.relay import NotARouterError
 
 _NONCE_BYTES = 32
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from loraplex.worker.engine.decoder.residuals import NormKernel
 from loraplex.worker.engine.device import KernelCall
 from loraplex.worker.engine.lora.base_layers import FusedPart
-from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear
 from loraplex.worker.engine_api import ModelUnusableError
 
 # Rows of a tile, the least that Hopper's tensor cores take, and inner features of a product.

@@ -20,7 +20,7 @@ from torch import nn
 
 from loraplex.worker.engine.device import dtype_name, return_freed_memory
 from loraplex.worker.engine.linear.layouts import Layout, float_layouts, is_narrow, narrow_layouts, quantized_layouts
-from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear, is_linear
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from loraplex.kernels import linear as float_linear
 from loraplex.kernels.threads import Workspace, run_on_all_threads
 from loraplex.kernels.weight_vectors import FLOATS, INT4_SCALE, PANEL, UNIT_COLUMNS, ZERO_STEP
 from loraplex.worker.engine.device import dtype_name
-from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedWeight
+from loraplex.worker.engine.quantized.layers import AnyLinear
+from loraplex.worker.engine.quantized.weight import QuantizedWeight
 
 # Number of columns whose products are summed before they are added to the total, where no group has its own scale.
 SEGMENT_COLUMNS = 128

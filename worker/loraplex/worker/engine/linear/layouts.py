@@ -13,7 +13,8 @@ from torch.nn.functional import linear as multiply
 
 from loraplex.worker.engine.device import dtype_name, return_freed_memory
 from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
-from loraplex.worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear, quantize
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear, is_linear
+from loraplex.worker.engine.quantized.weight import quantize
 
 # Maximum difference from the definition, relative to the largest output, that rounding explains: by the dtype that is
 # computed in, and of inputs in fixed point.

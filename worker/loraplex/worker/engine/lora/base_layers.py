@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import safetensors
 import torch
@@ -18,22 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from loraplex.contracts.artifacts.checkpoint import read_checkpoint
-from loraplex.contracts.artifacts.encoders import hidden_size
 from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.contracts.artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
 from loraplex.worker.engine.parallel.group import SplitModel
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear
 from loraplex.worker.engine.quantized.stored import QuantizedWeights
-from loraplex.worker.engine.quantized.weight import (
-    AnyLinear,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    QuantizedWeight,
-    concatenate,
-    is_linear,
-)
-
-if TYPE_CHECKING:
-    from loraplex.worker.engine.lora.weights import AdapterWeights
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, concatenate
 
 # Names of layers that transformers' models call with the same input, inside one parent module.
 _SAME_INPUT = (
@@ -180,26 +170,6 @@ class ExpertAdapters(Protocol):
         """Add each pair's adapter to y [pairs, out_features], the experts' own product of x [pairs, in_features]."""
 
 
-class AdapterLayers(Protocol):
-    """A model's adaptable layers: cpu.py on the CPU, cuda.py on CUDA. Called by one thread."""
-
-    def install(self, weights: AdapterWeights, slot: int) -> None:
-        """Replace a slot's adapter; steps that are already launched still use the old one."""
-
-    def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
-        """Set the rows that the layers compute until the next call.
-
-        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot.
-        `logit_counts` are the numbers of their tokens that the output head computes logits for.
-        """
-
-    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
-        """Set rows of one token each, with padding rows up to `padded`; `row_slots` are sorted.
-
-        On CUDA all calls with the same `padded` lead to the same launches, so that a CUDA graph can hold them.
-        """
-
-
 # Number of a weight's rows that are cast to float32 at once: larger pieces stay in the process's heap.
 _PIECE_ROWS = 256
 
@@ -270,11 +240,6 @@ class ModelLayers:
         """Return the sizes of token embeddings and output head, which adapters may not change on every device."""
         split = self.loaded.split
         return self.loaded.ends if split is None else {name: split.whole[name] for name in self.loaded.ends}
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the width of the last layer's hidden states."""
-        return hidden_size({**self.loaded.linears, **self.loaded.ends})
 
     @torch.inference_mode()
     def product(self, module: str, a: Tensor) -> Tensor:

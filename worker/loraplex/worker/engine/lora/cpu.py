@@ -39,7 +39,7 @@ from loraplex.kernels.weight_vectors import FLOATS
 from loraplex.worker.engine.device import dtype_name
 from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct, fused_groups, place_parts
 from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
-from loraplex.worker.engine.quantized.weight import QuantizedEmbedding
+from loraplex.worker.engine.quantized.layers import QuantizedEmbedding
 
 # Minimum number of tasks per thread that a step is cut into: with two, no thread waits long for the last one.
 _TASKS_PER_THREAD = 2
@@ -279,7 +279,7 @@ class CpuEmbedding(nn.Module):
 
 
 class CpuLayers:
-    """Implements AdapterLayers of base_layers. An adapter's tensors are referenced, not copied."""
+    """Implements AdapterLayers of weights. An adapter's tensors are referenced, not copied."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from loraplex.worker.engine.device import KernelCall, upload
 from loraplex.worker.engine.lora.base_layers import FusedProduct, can_fuse, fuse, fusion_candidates, place_parts
 from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
-from loraplex.worker.engine.quantized.weight import AnyLinear, is_linear
+from loraplex.worker.engine.quantized.layers import AnyLinear, is_linear
 
 # Maximum number of modules in a group, which the expand kernel has arguments for: q, k and v.
 MAX_MODULES = 3
@@ -306,7 +306,7 @@ _NO_TILE = (-1, 0, 0)
 
 
 class CudaLora:
-    """Implements AdapterLayers of base_layers: slots of modules in groups with the same input."""
+    """Implements AdapterLayers of weights: slots of modules in groups with the same input."""
 
     def __init__(
         self,

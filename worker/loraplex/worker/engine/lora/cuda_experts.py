@@ -27,9 +27,8 @@ from torch.nn.functional import grouped_mm
 
 from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.worker.engine.device import KernelCall, upload
-from loraplex.worker.engine.lora.base_layers import AdapterLayers
 from loraplex.worker.engine.lora.cuda import LOW_TILE, SlotGroup, Tiles, expand_call, shrink_call
-from loraplex.worker.engine.lora.weights import AdapterWeights
+from loraplex.worker.engine.lora.weights import AdapterLayers, AdapterWeights
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -54,7 +53,7 @@ def tile_pairs(  # type: ignore[no-untyped-def]
 
 
 class CudaExperts:
-    """Implements loraplex.worker.engine.lora.base_layers.AdapterLayers, for a model's experts and its other layers."""
+    """Implements loraplex.worker.engine.lora.weights.AdapterLayers, for a model's experts and its other layers."""
 
     def __init__(
         self,

@@ -23,8 +23,9 @@ from torch import Tensor
 from loraplex.contracts.artifacts import MismatchError
 from loraplex.contracts.artifacts.peft_config import SAVED_FIELD
 from loraplex.worker.engine.device import Staging
-from loraplex.worker.engine.lora.base_layers import AdapterLayers, LoadedBase
+from loraplex.worker.engine.lora.base_layers import LoadedBase
 from loraplex.worker.engine.lora.weights import (
+    AdapterLayers,
     AdapterWeights,
     LoraPair,
     PackedAdapter,

@@ -23,28 +23,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError
-from loraplex.contracts.artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
-from loraplex.contracts.artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
-from loraplex.contracts.artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
-from loraplex.contracts.artifacts.families import is_embedding, is_head
-from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, TOKENS_FIELD, PeftConfig, parse_peft_config
-from loraplex.contracts.artifacts.revision import (
-    ENDS_ON_CPU,
-    TENSOR_PREFIX,
-    WEIGHTS_FILE,
-    LoraShape,
-    check_copies,
-    lora_tensors,
-    ranks_of,
-    tensor_names,
-    trained_ends,
-    trained_tokens,
-)
+from loraplex.contracts.artifacts.adapter_files import AdapterFiles, read_adapter_files
+from loraplex.contracts.artifacts.checkpoint import TensorInfo
+from loraplex.contracts.artifacts.experts import ExpertSizes
+from loraplex.contracts.artifacts.families import is_embedding
+from loraplex.contracts.artifacts.peft_config import TOKENS_FIELD
+from loraplex.contracts.artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE, tensor_names
 from loraplex.worker.engine.device import Staging, dtype_name, host_adapter_bytes, prepare_loader
 from loraplex.worker.engine.lora.base_layers import ModelLayers
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
@@ -76,19 +66,22 @@ def dora_rescale(base: ModelLayers, module: str, a: Tensor, b: Tensor, magnitude
     return Rescale(gain, torch.zeros_like(gain) if bias is None else -gain * bias)
 
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def map_tensors(path: Path, header: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """Return views of the file by tensor name; each keeps it mapped. All dtypes must be in DTYPES. Raises OSError."""
-    with open(path, "rb") as file:
-        # torch requires writable memory. ACCESS_COPY gives it, and nothing is written to the file.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def _map_tensors(path: Path, header: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return views of the file by tensor name; each keeps it mapped. Raises ArtifactError."""
+    try:
+        with open(path, "rb") as file:
+            # torch requires writable memory. ACCESS_COPY gives it, and nothing is written to the file.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise ArtifactError(path.name, f"cannot be read: {error.strerror}") from error
     return {name: _view(mapped, info) for name, info in header.items()}
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
-    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    dtype, count = _DTYPES[info.dtype], math.prod(info.shape)
     if not count:
         return torch.empty(info.shape, dtype=dtype)
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.start).view(info.shape)
@@ -146,23 +139,35 @@ class AdapterWeights:
         return [*(tensor for pair in self.pairs.values() for tensor in pair.tensors), *self.own.values()]
 
 
+class AdapterLayers(Protocol):
+    """A model's adaptable layers: cpu.py on the CPU, cuda.py on CUDA. Called by one thread."""
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Replace a slot's adapter; steps that are already launched still use the old one."""
+
+    def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
+        """Set the rows that the layers compute until the next call.
+
+        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot.
+        `logit_counts` are the numbers of their tokens that the output head computes logits for.
+        """
+
+    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+        """Set rows of one token each, with padding rows up to `padded`; `row_slots` are sorted.
+
+        On CUDA all calls with the same `padded` lead to the same launches, so that a CUDA graph can hold them.
+        """
+
+
 def read_source(
-    source: AdapterSource,
-    linears: Mapping[str, tuple[int, ...]],
-    max_rank: int,
-    base: ModelLayers | None = None,
-    architecture: str = "",
-    max_expert_rank: int | None = None,
+    source: AdapterSource, base: ModelLayers, max_rank: int, max_expert_rank: int | None = None
 ) -> AdapterWeights:
     """Read an adapter, or a weighted set of adapters as one whose A's and B's are concatenated: ranks add up.
 
     A set equals peft's add_weighted_adapter with combination_type "cat" (lora/model.py): the sum of
     weight * scaling * B A. Raises what read_adapter raises.
     """
-    adapters = [
-        read_adapter(part.directory, linears, max_rank, part.weight, base, architecture, max_expert_rank)
-        for part in source.summands
-    ]
+    adapters = [read_adapter(part.directory, base, max_rank, part.weight, max_expert_rank) for part in source.summands]
     if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
         raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
     if source.parts and any(adapter.own for adapter in adapters):
@@ -176,78 +181,46 @@ def read_source(
         parts = [adapter.pairs[module] for adapter in adapters if module in adapter.pairs]
         pair = LoraPair(torch.cat([part.a for part in parts], -2), torch.cat([part.b for part in parts], -2))
         what = f"their ranks at {module} add up to"
-        _check_rank("adapters", what, pair.rank, linears[module], max_rank, max_expert_rank)
+        _check_rank("adapters", what, pair.rank, max_rank, max_expert_rank if pair.a.dim() == 3 else None)
         pairs[module] = pair
     return AdapterWeights(pairs, max(pair.rank for pair in pairs.values()))
 
 
 def read_adapter(
-    directory: str,
-    linears: Mapping[str, tuple[int, ...]],
-    max_rank: int,
-    weight: float = 1.0,
-    base: ModelLayers | None = None,
-    architecture: str = "",
-    max_expert_rank: int | None = None,
+    directory: str, base: ModelLayers, max_rank: int, weight: float = 1.0, max_expert_rank: int | None = None
 ) -> AdapterWeights:
-    """Read an adapter and scale its B's.
+    """Read an adapter of the base and scale its B's.
 
-    `linears` are the layers that adapters can change, (in_features, out_features) by module name, and the tensors of
-    experts, ExpertSizes by name; `architecture` is the model's `model_type`. Each A is a view of the mapped file, each
-    B float32 and transposed; their values are checked by pack_adapter. `weight` is a factor of the whole adapter.
-    Without `base` DoRA adapters and copies of the base's weights are refused. Raises ArtifactError for broken files,
-    MismatchError where the adapter does not fit the model or `max_rank` (of experts `max_expert_rank`, if set).
+    Each A is a view of the mapped file, each B float32 and transposed; their values are checked by pack_adapter.
+    `weight` is a factor of the whole adapter. Raises ArtifactError for broken files, MismatchError where the adapter
+    does not fit the model or `max_rank` (of experts `max_expert_rank`, if set).
     """
-    path = Path(directory)
-    try:
-        config = parse_peft_config((path / CONFIG_FILE).read_bytes())
-        experts = {name: sizes for name, sizes in linears.items() if isinstance(sizes, ExpertSizes)}
-        counts = {name: sizes.experts for name, sizes in experts.items()}
-        header = canonical_header(read_header(path / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), config, architecture)
-        header = named_by_parameter(header, config.target_parameters, experts)
-        head = head_tensors(header, architecture)
-        ends = trained_ends(header, config, linears)
-        own = [*head.values(), *ends.values()]
-        shapes = lora_tensors(header, use_dora=config.use_dora, own=own, experts=counts)
-        shapes, former = in_layout_of_model(shapes, experts, config, architecture)
-        check_head(header, config, architecture, linears, base.hidden_size if base else hidden_size(linears))
-        if config.use_dora and base is None:
-            raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
-        for name, info in header.items():
-            if info.dtype not in DTYPES:
-                message = f"tensor {name} has the dtype {info.dtype}; F32, F16 or BF16 are served"
-                raise MismatchError(WEIGHTS_FILE, message)
-        for module, shape in shapes.items():
-            _check_module(module, shape, config, linears)
-        tokens = trained_tokens(header, config, linears)
-        ranks = ranks_of(shapes, tokens)
-        for module, rank in ranks.items():
-            field, and_tokens = (TOKENS_FIELD, " with its trained tokens") if module in tokens else (WEIGHTS_FILE, "")
-            what = f"{module}{and_tokens} has rank"
-            _check_rank(field, what, rank, linears[module], max_rank, max_expert_rank)
-        tensors = map_tensors(path / WEIGHTS_FILE, header)
-    except OSError as error:
-        raise ArtifactError(str(path), f"cannot be read: {error}") from error
-    copies = check_copies(header, {**(base.ends if base else {}), **linears}, own)
-    ends = _changed_copies(copies, tensors, linears.keys() - ranks.keys(), base) | ends
-    of_experts = {module: shape for module, shape in shapes.items() if module in experts}
-    linear_shapes = {module: shape for module, shape in shapes.items() if module not in experts}
-    pairs = _pairs(tensors, linear_shapes, config, weight, base) if linear_shapes else {}
-    for module, trained in tokens.items():
-        if base is None:
-            raise MismatchError(TOKENS_FIELD, "trained tokens cannot be read without the base model's weights")
-        for changed in (module, *(base.tied_to(module) if len(tokens) == 1 else ())):
+    path, modules = Path(directory), base.loaded.adaptable
+    files = read_adapter_files(path, modules, base.loaded.module.config.model_type, ends=base.ends)
+    experts = {name: sizes.experts for name, sizes in modules.items() if isinstance(sizes, ExpertSizes)}
+    for module, rank in files.ranks.items():
+        of_tokens = module in files.tokens
+        field, and_tokens = (TOKENS_FIELD, " with its trained tokens") if of_tokens else (WEIGHTS_FILE, "")
+        _check_rank(
+            field, f"{module}{and_tokens} has rank", rank, max_rank, max_expert_rank if module in experts else None
+        )
+    tensors = _map_tensors(path / WEIGHTS_FILE, files.header)
+    free = modules.keys() - files.ranks.keys()
+    own = {**files.head, **_changed_copies(files.copies, tensors, free, base), **files.ends}
+    pairs = _pairs(files, [name for name in files.shapes if name not in experts], tensors, weight, base)
+    for module, trained in files.tokens.items():
+        for changed in (module, *(base.tied_to(module) if len(files.tokens) == 1 else ())):
             pairs[changed] = _with_tokens(pairs.get(changed), base, changed, trained.ids, tensors[trained.tensor])
     return AdapterWeights(
-        pairs | _expert_pairs(tensors, of_experts, counts, former, config, weight),
-        max(ranks.values()),
-        {parameter: tensors[name] for parameter, name in (head | ends).items()},
-        bool(tokens),
+        pairs | _expert_pairs(files, experts, tensors, weight),
+        max(files.ranks.values()),
+        {parameter: tensors[name] for parameter, name in own.items()},
+        bool(files.tokens),
     )
 
 
 def _changed_copies(
-    copies: Mapping[str, str], tensors: Mapping[str, Tensor], free: Collection[str], base: ModelLayers | None
+    copies: Mapping[str, str], tensors: Mapping[str, Tensor], free: Collection[str], base: ModelLayers
 ) -> dict[str, str]:
     """Return those of check_copies that are not the base's own: the tensors by the modules that they replace.
 
@@ -255,10 +228,10 @@ def _changed_copies(
     """
     changed: dict[str, str] = {}
     for name, parameter in copies.items():
-        if base is not None and base.repeats(parameter, tensors[name]):
+        if base.repeats(parameter, tensors[name]):
             continue
         module = parameter.removesuffix(".weight")
-        if base is None or name != f"{TENSOR_PREFIX}{module}.weight" or module not in free:
+        if name != f"{TENSOR_PREFIX}{module}.weight" or module not in free:
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
         for replaced in (*base.tied_to(module), module):
             changed.setdefault(replaced, name)
@@ -284,69 +257,48 @@ def _with_tokens(pair: LoraPair | None, base: ModelLayers, module: str, ids: Seq
 
 
 def _pairs(
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, LoraShape],
-    config: PeftConfig,
-    weight: float,
-    base: ModelLayers | None,
+    files: AdapterFiles, modules: Sequence[str], tensors: Mapping[str, Tensor], weight: float, base: ModelLayers
 ) -> dict[str, LoraPair]:
-    names = {module: tensor_names(module) for module in shapes}
-    scales = [weight * config.scaling_of(module, shape.rank) for module, shape in shapes.items()]
+    if not modules:
+        return {}
+    names = {module: tensor_names(module) for module in modules}
+    scales = [weight * files.config.scaling_of(module, files.shapes[module].rank) for module in modules]
     # One call for all tensors: for a small adapter the calls cost more than the arithmetic.
-    scaled = torch._foreach_mul([tensors[names[module]["B"]].float() for module in shapes], scales)
+    scaled = torch._foreach_mul([tensors[names[module]["B"]].float() for module in modules], scales)
     pairs = {}
-    for module, b in zip(shapes, scaled, strict=True):
+    for module, b in zip(modules, scaled, strict=True):
         a, change = tensors[names[module]["A"]], None
-        if config.use_dora and base is not None:
+        if files.config.use_dora:
             change = dora_rescale(base, module, a, b, tensors[names[module]["magnitude"]])
             b.mul_(1 + change.gain[:, None])
-        if base is not None and is_embedding(module):
+        if is_embedding(module):
             b.mul_(base.output_scale(module))
         pairs[module] = LoraPair(a, b.t(), change)
     return pairs
 
 
 def _expert_pairs(
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, LoraShape],
-    experts: Mapping[str, int],
-    former: Collection[str],
-    config: PeftConfig,
-    weight: float,
+    files: AdapterFiles, experts: Mapping[str, int], tensors: Mapping[str, Tensor], weight: float
 ) -> dict[str, LoraPair]:
-    """Return the pairs of experts. In those of `former` peft's A is for the outputs, and its B for the inputs."""
+    """Return the pairs of `experts`, numbers by name. An old peft's A is for the outputs, and its B for the inputs."""
     pairs = {}
-    for module, (rank, _, _) in shapes.items():
+    for module, (rank, _, _) in files.shapes.items():
+        if module not in experts:
+            continue
         names, count = tensor_names(module), experts[module]
         # peft's rows of A are one expert's after the other's, its columns of B one rank's after the other's.
         first = tensors[names["A"]].view(count, rank, -1)
         second = tensors[names["B"]].view(-1, rank, count).permute(2, 1, 0)
-        a, b = (second, first) if module in former else (first, second)
-        pairs[module] = LoraPair(a, b.float() * (weight * config.scaling_of(module, rank)))
+        a, b = (second, first) if module in files.former else (first, second)
+        pairs[module] = LoraPair(a, b.float() * (weight * files.config.scaling_of(module, rank)))
     return pairs
 
 
-def _check_rank(
-    field: str, what: str, rank: int, sizes: tuple[int, ...], max_rank: int, max_expert_rank: int | None
-) -> None:
-    limit, flag = max_rank, "--max-rank"
-    if max_expert_rank is not None and isinstance(sizes, ExpertSizes):
-        limit, flag = max_expert_rank, "--max-expert-rank"
+def _check_rank(field: str, what: str, rank: int, max_rank: int, max_expert_rank: int | None) -> None:
+    """Raise MismatchError for a rank beyond the engine's; `max_expert_rank` is None where it is not of experts."""
+    limit, flag = (max_rank, "--max-rank") if max_expert_rank is None else (max_expert_rank, "--max-expert-rank")
     if rank > limit:
         raise MismatchError(field, f"{what} {rank}; this engine takes {limit} ({flag})")
-
-
-def _check_module(module: str, shape: LoraShape, config: PeftConfig, linears: Mapping[str, tuple[int, ...]]) -> None:
-    if module not in linears:
-        why = f"; {ENDS_ON_CPU}" if is_embedding(module) or is_head(module) else ""
-        message = f"the model has no layer {module} that an adapter can change on this device{why}"
-    elif (sizes := (shape.in_features, shape.out_features)) != (own := linears[module][:2]):
-        message = f"{module} takes {sizes[0]} and gives {sizes[1]} features, in the model {own[0]} and {own[1]}"
-    elif shape.rank != (rank := config.rank_of(module)):
-        message = f"{module} has rank {shape.rank}, {CONFIG_FILE} says {rank}"
-    else:
-        return
-    raise MismatchError(WEIGHTS_FILE, message)
 
 
 # Alignment of each tensor in the buffer, in bytes: a cache line of the CPU, four times what CUDA reads at once.
@@ -421,17 +373,15 @@ def adapter_memory(
     make: MakeMemory = TorchAdapterMemory,
 ) -> TorchAdapterMemory:
     """Return the memory of a loaded model's adapters; `installs` put one into a slot."""
-    loaded = base.loaded
-    architecture: str = loaded.module.config.model_type
 
     def read(source: AdapterSource) -> AdapterWeights:
-        return read_source(source, loaded.adaptable, max_rank, base, architecture, max_expert_rank)
+        return read_source(source, base, max_rank, max_expert_rank)
 
     def install(weights: AdapterWeights, slot: int) -> None:
         for into in installs:
             into(weights, slot)
 
-    return make(read, install, loaded.device, loaded.dtype)
+    return make(read, install, base.loaded.device, base.loaded.dtype)
 
 
 def adapter_cache(

@@ -12,10 +12,8 @@ from torch.nn.functional import linear
 from loraplex.contracts.artifacts import parse_object
 from loraplex.contracts.artifacts.base_modules import LinearWeight, read_weights
 from loraplex.contracts.artifacts.checkpoint import read_checkpoint, read_small_file
-from loraplex.contracts.artifacts.encoders import hidden_size
 from loraplex.contracts.artifacts.families import is_head
 from loraplex.worker.engine.lora.base_layers import LoadedBase, ModelLayers, numbers_of, squares_of
-from loraplex.worker.engine.parallel.group import SplitModel
 from loraplex.worker.engine.quantized.stored import open_slices
 from loraplex.worker.engine.quantized.weight import QuantizedWeight
 
@@ -23,9 +21,9 @@ from loraplex.worker.engine.quantized.weight import QuantizedWeight
 class WholeLayers(ModelLayers):
     """See ModelLayers. One layer at a time is in memory."""
 
-    def __init__(self, loaded: LoadedBase, split: SplitModel) -> None:
+    def __init__(self, loaded: LoadedBase) -> None:
         """Read the biases."""
-        self.loaded, self._split = loaded, split
+        self.loaded = loaded
         self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
         self._squares: dict[str, Tensor] = {}
         self._checkpoint = read_checkpoint(loaded.directory)
@@ -43,11 +41,6 @@ class WholeLayers(ModelLayers):
         if module not in self._squares:
             self._squares[module] = squares_of(self._whole(module, weight))
         return self._squares[module]
-
-    @property
-    def hidden_size(self) -> int:
-        """See ModelLayers."""
-        return hidden_size(self._split.whole)
 
     @torch.inference_mode()
     def product(self, module: str, a: Tensor) -> Tensor:

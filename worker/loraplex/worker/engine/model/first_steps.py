@@ -13,7 +13,7 @@ import torch
 from loraplex.contracts.artifacts.families import INT8
 from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex.worker.engine.attention.paged import KvCache
-from loraplex.worker.engine.lora.base_layers import AdapterLayers
+from loraplex.worker.engine.lora.weights import AdapterLayers
 from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.loader import LoadedModel
 from loraplex.worker.engine.model.runner import Runner

@@ -18,7 +18,6 @@ from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.base_modules import model_bytes, read_weights
 from loraplex.contracts.artifacts.checkpoint import TensorInfo, read_checkpoint, read_small_file
 from loraplex.contracts.artifacts.encoders import ROPE_TYPES
-from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.contracts.artifacts.families import FAMILIES, KvShape
 from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, stored_scheme
 from loraplex.worker.engine.attention import paged
@@ -30,6 +29,7 @@ from loraplex.worker.engine.linear.layouts import multiplies_bfloat16, packing_w
 from loraplex.worker.engine.lora.base_layers import LoadedBase
 from loraplex.worker.engine.parallel.group import RankGroup, SplitModel, rank_device
 from loraplex.worker.engine.parallel.splits import RankPlan
+from loraplex.worker.engine.quantized.layers import QuantizedEmbedding, QuantizedLinear, is_linear
 from loraplex.worker.engine.quantized.stored import (
     QuantizedWeights,
     has_tied_head,
@@ -37,7 +37,6 @@ from loraplex.worker.engine.quantized.stored import (
     open_slices,
     transformers_config,
 )
-from loraplex.worker.engine.quantized.weight import QuantizedEmbedding, QuantizedLinear, is_linear
 from loraplex.worker.engine_api import EngineConfig, ModelUnusableError
 from loraplex.worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 
@@ -190,12 +189,7 @@ def load_model(
     quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=chosen is not None and has_tied_head(directory))
     split = None
     if group is not None:
-        whole = {
-            one.name: ExpertSizes(*sizes, one.experts) if one.experts else sizes
-            for one in manifest.modules
-            for sizes in [(one.in_features, one.out_features)]
-        }
-        split = SplitModel.of(group, transformers_config(directory), whole, chosen.group if chosen else 0)
+        split = SplitModel.of(group, transformers_config(directory), manifest.sizes, chosen.group if chosen else 0)
     # On its way to another device a mapped weight takes no memory of its own.
     with open_slices(checkpoint, mapped=place.type != "cpu") as slices:
         auto, plan = transformers.AutoModelForCausalLM, split.plan if split else None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from loraplex.worker.engine.attention.paged import AttentionPlan, AttentionStep, KvCache
 from loraplex.worker.engine.device import upload
-from loraplex.worker.engine.lora.base_layers import AdapterLayers
+from loraplex.worker.engine.lora.weights import AdapterLayers
 from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.layouts import (
     DecodeLayout,

@@ -33,10 +33,9 @@ from loraplex.contracts.artifacts.families import HEAD
 from loraplex.contracts.artifacts.quantization import Method, Quantization, StoredWeight
 from loraplex.worker.engine.device import return_freed_memory
 from loraplex.worker.engine.parallel.splits import RankPlan, Split
+from loraplex.worker.engine.quantized.layers import QuantizedEmbedding, QuantizedLinear
 from loraplex.worker.engine.quantized.weight import (
     ZERO_PARTS,
-    QuantizedEmbedding,
-    QuantizedLinear,
     QuantizedWeight,
     equal,
     pack_codes,

@@ -1,24 +1,21 @@
-"""A quantized weight, the linear layer that has one, and the plain rounding that makes one of a float weight.
+"""A quantized weight, and the plain rounding that makes one of a float weight.
 
     weight [out, in] ≈ (codes - zeros) * scales          scales, zeros: one for each output and group of columns
 
 Zero points of 4 bits are counted in eighths of a code: weights lie on a grid that need not hold zero itself. Codes in
 eighths less such a zero point are whole numbers of -128 to 120, which bfloat16 holds exactly.
-
-The layer computes with the dequantized weight, the definition that kernels are compared with; on CUDA by its kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import gcd
-from typing import Any, Self, TypeGuard
+from typing import Self
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch import Tensor
+from torch.nn.functional import pad
 
 from loraplex.contracts.artifacts.base_modules import LinearWeight
 from loraplex.contracts.artifacts.quantization import Quantization
@@ -116,53 +113,6 @@ class QuantizedWeight:
         if of_groups.shape[1] == 1:
             return of_groups
         return of_groups.repeat_interleave(self.group, dim=1)[:, : self.in_features]
-
-
-class QuantizedModule(nn.Module):
-    """A module with a quantized weight, which moves with the module; casts do not concern it."""
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Self:
-        """Move the weight where `fn` moves an integer tensor, which it does not cast."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight = self.weight.to(fn(torch.empty(0, dtype=torch.int8, device=self.weight.codes.device)).device)
-        return self
-
-
-class QuantizedLinear(QuantizedModule):
-    """A linear layer over a quantized weight: [..., in_features] to [..., out_features], in the dtype of its input."""
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
-        super().__init__(weight)
-        self.in_features = weight.in_features
-        self.out_features = weight.out_features
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the transposed dequantized weight, and add the bias where there is one."""
-        if self.weight.codes.is_cuda and (cuda := _cuda()).can_multiply(self.weight):
-            y: Tensor = cuda.multiply(x, self.weight, self.bias)
-            return y
-        return linear(x, self.weight.dequantize(x.dtype), self.bias)
-
-
-@cache
-def _cuda() -> Any:
-    from loraplex.worker.engine.quantized import cuda  # Triton is there only with CUDA
-
-    return cuda
-
-
-# The layers that adapters change, that are fused and packed.
-AnyLinear = nn.Linear | QuantizedLinear
-
-
-def is_linear(module: object) -> TypeGuard[AnyLinear]:
-    """Tell whether a module is a linear layer, quantized or not; subclasses compute something else."""
-    return type(module) in (nn.Linear, QuantizedLinear)
 
 
 def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: bool = True) -> QuantizedWeight:
@@ -296,28 +246,6 @@ def pack_codes(codes: Tensor) -> Tensor:
     """Pack codes 0 to 15 [out, in] in pairs: uint8 [out, in // 2]."""
     pairs = codes.to(torch.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
-
-
-class QuantizedEmbedding(QuantizedModule):
-    """Token embeddings [num_embeddings, embedding_dim]: looks up ids [...] to [..., embedding_dim].
-
-    Some models multiply by `embed_scale`, which is then an attribute as on their own layer.
-    """
-
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, embed_scale: float | None = None) -> None:
-        super().__init__(weight)
-        self.num_embeddings = weight.out_features
-        self.embedding_dim = weight.in_features
-        self.dtype = dtype
-        if embed_scale is not None:
-            self.embed_scale = embed_scale
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Dequantize the rows of ids [...]: [..., embedding_dim]."""
-        y = self.weight.rows(ids.reshape(-1)).dequantize(self.dtype)
-        if hasattr(self, "embed_scale"):
-            y *= torch.tensor(self.embed_scale, dtype=self.dtype)
-        return y.view(*ids.shape, self.embedding_dim)
 
 
 # Number of rows that are quantized at once: rounding makes several float32 copies.

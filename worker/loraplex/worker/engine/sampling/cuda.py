@@ -252,7 +252,7 @@ def log_totals(scores: Tensor) -> Tensor:
 
 
 def choose_call(ids: Tensor, logits: Tensor, draws: Sequence[Draw]) -> KernelCall:
-    """Return the launch that chooses `ids` [rows] int64 from logits [rows, vocab]; see sampler.sample."""
+    """Return the launch that chooses `ids` [rows] int64 from logits [rows, vocab]; see step.sample."""
     vocab = logits.shape[-1]
     return KernelCall(
         choose_ids,
@@ -282,7 +282,7 @@ def _parameters(draws: Sequence[Draw], vocab: int) -> np.ndarray:
 
 
 def sample_with_triton(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Do what sampler.sample does with logits whose forbidden ids are -inf; the host never waits for the device."""
+    """Do what step.sample does with logits whose forbidden ids are -inf; the host never waits for the device."""
     scores, ids = logits, torch.empty(len(draws), dtype=torch.int64, device=logits.device)
     if any(draw.adjustments or draw.banned_ids for draw in draws):
         scores = logits.to(torch.float32, copy=True)

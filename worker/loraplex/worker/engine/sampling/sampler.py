@@ -341,17 +341,8 @@ class _Look:
     typical: bool = False
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Choose a token id for each row of logits [rows, vocab]: int64 [rows], -1 where a row's logits are NaN.
-
-    A row's result does not depend on the other rows. `logits` become -inf where a row's grammar forbids an id, and are
-    not changed otherwise. On CUDA the host does not wait for the result.
-    """
-    forbid_ids(logits, [draw.allowed for draw in draws])
-    if logits.device.type == "cuda":
-        from loraplex.worker.engine.sampling.cuda import sample_with_triton  # Triton is there only with CUDA
-
-        return sample_with_triton(logits, draws)
+def sample_with_torch(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """See `sampling.step.sample`; grammars count already."""
     best, chosen = logits.max(dim=-1)
     # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
     usable = best.isfinite()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.worker.engine.device import download, is_out_of_memory, record_event, upload
-from loraplex.worker.engine.sampling.sampler import NO_MASKS, Adjustments, Draw, Masks, sample
+from loraplex.worker.engine.sampling.sampler import NO_MASKS, Adjustments, Draw, Masks, forbid_ids, sample_with_torch
 from loraplex.worker.engine.scheduling.sequence import Batch, Row
 from loraplex.worker.engine_api import Failure
 
@@ -70,6 +70,20 @@ _T = TypeVar("_T")
 
 _NAN_LOGITS = Failure("INTERNAL", "NAN_LOGITS", "the model, with this adapter, gave logits that are not numbers")
 _SAMPLING_FAILED = Failure("INTERNAL", "SAMPLING_FAILED", "the next token could not be chosen")
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Choose a token id for each row of logits [rows, vocab]: int64 [rows], -1 where a row's logits are NaN.
+
+    A row's result does not depend on the other rows. `logits` become -inf where a row's grammar forbids an id, and are
+    not changed otherwise. On CUDA the host does not wait for the result.
+    """
+    forbid_ids(logits, [draw.allowed for draw in draws])
+    if logits.device.type == "cuda":
+        from loraplex.worker.engine.sampling.cuda import sample_with_triton  # Triton is there only with CUDA
+
+        return sample_with_triton(logits, draws)
+    return sample_with_torch(logits, draws)
 
 
 @dataclass(frozen=True, slots=True)

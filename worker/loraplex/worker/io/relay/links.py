@@ -35,6 +35,7 @@ from loraplex.runtime.rpc.tls import LiveChannel
 from loraplex.worker.engine_api import Removal
 from loraplex.worker.io.local_jobs import LocalChoice, LocalJob, LocalJobs
 from loraplex.worker.io.metrics import WorkerMetrics
+from loraplex.worker.io.relay import NotARouterError
 from loraplex.worker.io.relay.block_followers import BlockFollowers
 from loraplex.worker.io.relay.frames import SendThrottle, add_frames, attempt_of, returned_frame
 
@@ -78,10 +79,6 @@ class LinkSettings:
     base_digest: str = ""
     # None: links without TLS.
     credentials: LinkCredentials | None = None
-
-
-class NotARouterError(Exception):
-    """The other end of a link has not proved that it is a router."""
 
 
 class ForgetError(Exception):
