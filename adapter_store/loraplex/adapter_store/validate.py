@@ -1,7 +1,7 @@
 """Validates an adapter's files before they are accepted: every field, tensor, shape and number.
 
-The files are anybody's: `python -m adapter_store.validate` checks them as a child process of rpc.children, so that
-files that are made to end it end nothing else.
+The files are anybody's: `python -m loraplex.adapter_store.validate` checks them as a child process of rpc.children, so
+that files that are made to end it end nothing else.
 """
 
 from __future__ import annotations

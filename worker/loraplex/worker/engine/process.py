@@ -1,6 +1,6 @@
 """The engine process: one thread that takes messages, steps the batch, and sends what came of it.
 
-    python -m worker.engine.process --fd N        N: an inherited stream socket, whose other end speaks worker.ipc
+    python -m loraplex.worker.engine.process --fd N     N: an inherited stream socket, whose other end speaks worker.ipc
 
 The process ends at once when the other end is gone. An error that no sequence can be blamed for ends it too (exit code
 1): the I/O process starts another, and the routers dispatch its work again.
