@@ -32,7 +32,7 @@ TOKENS = 8
 
 
 def test_the_page_has_every_directory() -> None:
-    # As the page breaks its lines and begins its items.
+    # Ignore line breaks and capital letters: the page wraps its lines, and items begin with a capital.
     served, refused = (" ".join(part.lower().split()) for part in PAGE.read_text().split("\n## ")[1:])
     assert [name for name in SERVED if name.lower() not in served] == []
     assert [name for name in REFUSED if name.lower() not in refused] == []

@@ -95,7 +95,7 @@ LIBRARIES = (
     Library("dspy", ("dspy==3.4.1",), "use_dspy.py"),
     # The version of `make evaluate`, which compares the figures with its own.
     Library("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), "use_guidellm.py", ("completions", "chat")),
-    # The same version as that of `make evaluate`. It needs torch only where it runs a model itself.
+    # Keep the version equal to that of `make evaluate`. Torch is missing: only models that it runs itself need it.
     Library("lm_eval", ("lm_eval[api]==0.4.13", "transformers==5.23.0"), "use_lm_eval.py", ("completions", "chat")),
     Library("java.net.http", (), "use_java.java"),
 )

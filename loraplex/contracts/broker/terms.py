@@ -283,7 +283,7 @@ class Claimed:
     crowded: bool = False
     # Jobs that this worker can't read, as far as the queue knows them: their routers are to be told.
     unread: tuple[Job, ...] = ()
-    # How many of these another worker may read: all but those whose seals have expired by Redis's clock as well.
+    # Number of the unread jobs that count against this worker: not those whose seals have expired by Redis's clock.
     refused_here: int = 0
 
 

@@ -1,1 +1,1 @@
-"""What computes with models and adapters offline: quantized copies, reads of GGUF, reports and certificates."""
+"""Offline tools for models and adapters: write quantized copies, convert GGUF, report and certify quality."""

@@ -44,7 +44,7 @@ class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a datac
     blamed: bool = False
     adapter_ms: float | None = None
     cached_tokens: int | None = None
-    # As they came: whoever needs those of a long prompt reads them in a thread, while other frames go on.
+    # Left encoded: reading those of a long prompt takes long, and is done in a thread, while other frames go on.
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
     # The vector of a job that asks for one, with its end.
     vector: tuple[float, ...] = ()
