@@ -181,10 +181,10 @@ class Charges:
         """Return the most that a request may be charged.
 
         What was computed for a client that left counts too, and what a router had charged for a call before its client
-        got anything of it, and it was made again: one that died or handed the call back, with tokens that it held back.
+        got anything of it, and it was made again: one that died with what it had sent.
         Of candidates that are ranked a client has nothing before the end: a resume makes them again.
         """
         asked, request = asked_tokens(story.plan), story.plan.request
         once = story.received_tokens if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
         remade = story.resumes if request.best_of > request.n else 0
-        return once + (remade + story.repeats + story.handed_back) * asked
+        return once + (remade + story.repeats) * asked

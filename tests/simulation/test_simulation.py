@@ -32,10 +32,11 @@ SEEDS = 24
 # 2302: a router that was killed in an outage of Redis, before it could tell the ledger of an answer that had ended;
 # 41086: a claim that a router read after it had stood still, of a job that the worker had dropped meanwhile;
 # 30148: a wait for less than the clock's resolution, which never ended in virtual time.
-# 7786, 510469: tokens that were told and not charged yet when Redis was wiped, or charged again to an older one.
-FAILED = (136, 172, 190, 267, 2302, 6021, 7786, 30148, 41086, 510469)
-# Those of `make test`: two versions, Redis lost beside charges, and virtual time.
-OFTEN = (136, 7786, 30148)
+# 7786, 510469: tokens that were told and not charged yet when Redis was wiped, or charged again to an older one;
+# 520627: the prompt of a call that failed with two tokens held back, whose client got nothing.
+FAILED = (136, 172, 190, 267, 2302, 6021, 7786, 30148, 41086, 510469, 520627)
+# Those of `make test`: two versions, Redis lost beside charges, virtual time, and a call that is not charged.
+OFTEN = (136, 7786, 30148, 520627)
 
 
 @pytest.fixture(scope="module")

@@ -420,8 +420,6 @@ class Generation:
                 Answer, request, run.admitted.tokenizer, run.routed, received, run.admitted.chat_format
             )
             answer = await self._prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
-            if run.budget is not None:
-                run.budget.delivered = lambda: answer.completion_tokens
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
@@ -434,6 +432,8 @@ class Generation:
                         run.trial.read(events)
                     for event in events:
                         token = "" if started else self._tokens.sign(run.payload, request.tenant)
+                        if run.budget is not None and not started:
+                            run.budget.delivered = lambda: answer.completion_tokens
                         started = run.gave_token = True
                         stream.waits_since = time.monotonic()
                         yield Message(event, token)

@@ -214,8 +214,8 @@ class CallBudget:
     received: int = 0
     charged_input: int = 0
     jobs: list[RoutedJob] = field(default_factory=list)
-    # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
-    # made again where its router dies.
+    # Counts the output tokens that the client got, from the request's first one. None: it got nothing by now, as of a
+    # call without a stream, which is made again where its router dies.
     delivered: Callable[[], int] | None = None
     # Facts for the usage event; None: events are not written.
     facts: Facts | None = None
@@ -247,12 +247,21 @@ class CallBudget:
     def count(self, *, ended: bool = False) -> Reservation:
         """Return the reservation with what is used of it by now, as it would stand if this router died."""
         if ended or self.delivered is not None:
-            computed = [one for one in self.jobs if one.first_token_at is not None or (ended and _is_given_up(one))]
+            computed = [one for one in self.jobs if self._is_charged(one, ended=ended)]
             prompts = sum(len(routed.job.prompt_ids) for routed in computed) + self.received
             used_input = self.charged_input + (prompts if computed else 0)
             self.reservation.use(min(used_input, self.reservation.input), self.delivered() if self.delivered else 0)
             self.reservation.facts = self.encoded_facts()
         return self.reservation
+
+    def _is_charged(self, routed: RoutedJob, *, ended: bool) -> bool:
+        """Return whether the prompt of a job is charged: one that was computed, wholly or until the client left.
+
+        A call that the cluster fails or hands back before its client got anything is made again, and charged then.
+        """
+        if routed.failure is not None or routed.reader.error is not None:
+            return self.delivered is not None and routed.first_token_at is not None
+        return routed.first_token_at is not None or (ended and routed.claimed_at is not None)
 
     def encoded_facts(self) -> str:
         """Return the facts as a reservation has them."""
@@ -264,11 +273,6 @@ class CallBudget:
         seconds = time.monotonic() - self.began_at
         facts = msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4))
         return msgspec.json.encode(facts).decode()
-
-
-def _is_given_up(routed: RoutedJob) -> bool:
-    """Return whether a job's client left while a worker computed its prompt, which is charged then."""
-    return routed.claimed_at is not None and routed.failure is None and routed.reader.error is None
 
 
 class Quotas:
