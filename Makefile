@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 # Files whose change makes `setup` install and generate again.
 INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
 	$(shell find protos -name '*.proto')
-ROOMS := adapter_store bench clients deploy examples loraplex router tests worker
+ROOMS := adapter_store bench clients examples loraplex router tests worker
 
 # Variables of `make run` and `make secured`. Without MODEL, `make run` fetches a real model of 98 MB.
 MODEL ?=
@@ -280,7 +280,7 @@ lint: $(STAMP) ## Check rules, format, types, layers, protos, dashboards and ale
 	$(BIN)/mypy $(ROOMS)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint
-	$(BIN)/python -m deploy.monitoring.check
+	$(BIN)/python -m bench.monitoring
 
 format: $(STAMP) ## Format the code and apply the rules that can be applied
 	$(BIN)/ruff check --fix .

@@ -21,11 +21,11 @@ from typing import Any
 
 from bench.dashboard_load import loaded_cluster
 from bench.devtools import browser_page
+from bench.monitoring import BYTES, COUNT, DASHBOARDS, PER_SECOND, SECONDS, SHARE, path_of
 from bench.pictures import PLOTS
 from bench.prometheus import Line, Prometheus, scraping
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
-from deploy.monitoring.check import BYTES, COUNT, DASHBOARDS, PER_SECOND, SECONDS, SHARE, path_of
 from loraplex.loadtest.charts import Axis, Series, line_chart
 from loraplex.loadtest.report import draw_svg, with_own_ids
 

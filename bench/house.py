@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # Folders of what is shipped; the others are tests, benchmarks and examples.
-PRODUCT = ("loraplex", "router", "worker", "adapter_store", "clients", "deploy")
+PRODUCT = ("loraplex", "router", "worker", "adapter_store", "clients")
 # Name of the contract of import-linter that lists the core's rooms and the edge packages.
 CORE = "The core imports no edge package"
 # Kinds of a room, in the order of the table.
@@ -67,7 +67,7 @@ def read() -> dict[Path, str]:
 
 
 def lines(sources: Mapping[Path, str], rooms: Rooms) -> Counter[str]:
-    """Return the lines by room, of the SDK, of deploy, and of other files by their first name."""
+    """Return the lines by room, of the SDK, and of other files by their first name."""
     counts = Counter[str]()
     for path, text in sources.items():
         name = module(path)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench.dashboards import dashboard_page, filled, main
+from bench.monitoring import ADAPTER, DASHBOARDS, path_of
 from bench.prometheus import Line
-from deploy.monitoring.check import ADAPTER, DASHBOARDS, path_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 

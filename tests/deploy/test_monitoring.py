@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.monitoring.check import METRICS, RULES, RUNBOOK, check_monitoring, metrics_of
+from bench.monitoring import METRICS, RULES, RUNBOOK, check_monitoring, metrics_of
 from tests.deploy.mistakes import expect_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
         (RULES, "#loraplexkvfull", "#kv", "docs }}/guides/runbook.md#loraplexkvfull"),
         (RUNBOOK, "## LoraplexKvFull", "## KV", "docs/guides/runbook.md: no section LoraplexKvFull"),
         (METRICS, "- `loraplex_relay_links`", "- `relay_links`", "Relay: no metric loraplex_relay_links"),
-        (DASHBOARD, "Rows", "Lines", "loraplex-cluster.json: is not what deploy.monitoring.check says"),
+        (DASHBOARD, "Rows", "Lines", "loraplex-cluster.json: is not what bench.monitoring says"),
     ],
 )
 def test_a_name_that_does_not_exist_is_a_problem(tree: Path, name: Path, old: str, new: str, problem: str) -> None:

@@ -1,7 +1,7 @@
 """Defines the dashboards, and checks that the metrics, queries and runbook sections exist that they and the rules name.
 
-python -m deploy.monitoring.check           print the problems; the exit status is 1 if there are any
-python -m deploy.monitoring.check --write   write the dashboards' JSON files for Grafana first
+python -m bench.monitoring           print the problems; the exit status is 1 if there are any
+python -m bench.monitoring --write   write the dashboards' JSON files for Grafana first
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ ADAPTER = Dashboard(
 DASHBOARDS = (CLUSTER, TENANT, ADAPTER)
 
 
-FOLDER = Path(__file__).parent / "grafana" / "dashboards"
+FOLDER = Path(__file__).parents[1] / "deploy" / "monitoring" / "grafana" / "dashboards"
 # Grafana's grid has 24 columns: three charts beside each other.
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
 # Version of the JSON's layout, which newer versions of Grafana migrate.
@@ -419,9 +419,9 @@ def _unknown(where: str, expression: str, documented: set[str]) -> Iterator[str]
 
 def _dashboard_problems(root: Path, documented: set[str]) -> Iterator[str]:
     for dashboard in DASHBOARDS:
-        path = root / path_of(dashboard).relative_to(Path(__file__).parents[2])
+        path = root / path_of(dashboard).relative_to(Path(__file__).parents[1])
         if not path.is_file() or path.read_text() != render(dashboard):
-            yield f"{path.name}: is not what deploy.monitoring.check says; python -m deploy.monitoring.check --write"
+            yield f"{path.name}: is not what bench.monitoring says; python -m bench.monitoring --write"
         for _, panels in dashboard.rows:
             for panel in panels:
                 for expression, _ in panel.queries:
@@ -448,7 +448,7 @@ def main() -> int:
     """Print the problems of this source tree; returns 1 if there are any."""
     if sys.argv[1:] == ["--write"]:
         write_dashboards()
-    problems = check_monitoring(Path(__file__).resolve().parents[2])
+    problems = check_monitoring(Path(__file__).resolve().parents[1])
     print("\n".join(problems) if problems else "dashboards and rules: all that they name exists")
     return 1 if problems else 0
 

@@ -1,1 +1,0 @@
-"""Deployment: the one-machine launcher, the container images, and a check of the names in them."""

@@ -1,1 +1,0 @@
-"""Grafana dashboards and Prometheus rules of a cluster."""
