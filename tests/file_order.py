@@ -5,9 +5,11 @@ A plugin of the test suite (see conftest.py). A folder whose tests share what ta
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,13 +63,27 @@ def place(nodeid: str, folders: Sequence[str]) -> int:
 
 def ordered(nodeids: Iterable[str]) -> list[str]:
     """Return the units of the tests: one that computes and one that waits in turn, so that all cores are busy."""
-    units = dict.fromkeys(map(unit, nodeids))
+    units = sorted(set(map(unit, nodeids)))
     computing = [one for one in units if place(one, COMPUTING) < len(COMPUTING)]
     waiting = [one for one in units if one not in computing and place(one, WAITING) < len(WAITING)]
     computing.sort(key=lambda one: place(one, COMPUTING))
     waiting.sort(key=lambda one: place(one, WAITING))
     turns = (one for pair in zip_longest(computing, waiting) for one in pair if one)
     return list(dict.fromkeys((*turns, *units)))
+
+
+def rotated(paths: Sequence[Path], number: int, of: int) -> list[Path]:
+    """Return the paths, for a folder what is in it, from the first one of the process's share on."""
+    entries = [entry for path in paths for entry in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    first = len(entries) * number // of
+    return entries[first:] + entries[:first]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let each process import other modules first, so that it finds compiled by others what it imports later."""
+    if hasattr(config, "workerinput"):
+        number, of = (int(os.environ[f"PYTEST_XDIST_WORKER{name}"].removeprefix("gw")) for name in ("", "_COUNT"))
+        config.args = list(map(str, rotated(list(map(Path, config.args)), number, of)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import pytest
-from peft.utils.other import get_pattern_key
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError
 from loraplex.contracts.artifacts.peft_config import PeftConfig, parse_name_patterns, parse_peft_config
@@ -202,6 +201,8 @@ def test_a_rank_must_be_there() -> None:
     ],
 )
 def test_the_same_pattern_counts_as_in_peft(patterns: dict[str, int]) -> None:
+    from peft.utils.other import get_pattern_key
+
     ours = parse_name_patterns("rank_pattern", patterns)
     names = ours.resolved(MODULES, 99)
     assert not names.has_expressions
