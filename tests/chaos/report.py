@@ -73,6 +73,7 @@ def as_lines(verdict: Verdict) -> list[str]:
     lines += [f"ledger: {counts}"] if verdict.account_tokens else []
     if verdict.idle_commands_s is not None:
         lines.append(f"idle: {verdict.idle_commands_s:.0f} commands/s")
+    lines += [f"late pings: {verdict.late_pings} calls went on elsewhere"] if verdict.late_pings else []
     lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in values["leaked"].items()))
     lines += [f"WRONG: {finding}" for finding in verdict.findings[:50]]
     lines += [f"WRONG: {kind} was planned more often than it happened" for kind in verdict.not_fired]

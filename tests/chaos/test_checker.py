@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.chaos import checker
 from tests.chaos.checker import check
 from tests.chaos.history import (
     Account,
@@ -242,6 +243,17 @@ def test_a_stream_that_breaks_without_a_fault_is_found_though_it_is_resumed() ->
     assert "call 0 broke with UNAVAILABLE" in verdict_of(forged(broken)).findings[0]
     killed = Fault(0, "router_kill", "router-1", 0.5, 0.9, [], proof="gone")
     assert verdict_of(forged(broken), faults=(killed,)).holds
+
+
+def test_late_pings_may_break_one_stream_in_a_hundred(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(observation: Observation) -> None:
+        observation.calls[0].error = "UNAVAILABLE: Stream removed (ping timeout)"
+
+    assert verdict_of(forged(late)).findings == ["late pings broke 1 calls of 2 requests"]
+    monkeypatch.setattr(checker, "MANY_LATE", 1.0)
+    verdict = verdict_of(forged(late))
+    assert verdict.holds
+    assert "late pings: 1 calls went on elsewhere" in as_lines(verdict)
 
 
 def test_leaks_are_found() -> None:

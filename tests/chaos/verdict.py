@@ -48,6 +48,8 @@ class Verdict:
     # Requests that ended because their tenant's quota was used, and the commands a second of Redis for an idle cluster.
     over_quota: int = 0
     idle_commands_s: float | None = None
+    # Calls that went on elsewhere because a ping was late, though nothing had broken their connections.
+    late_pings: int = 0
     left: Left | None = None
     findings: list[str] = field(default_factory=list)
 
