@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,7 @@ import torch
 from bench.bare_engine import BareEngine
 from bench.rounds import Timed
 from bench.workload import Request
-from loraplex.worker.engine.linear.choice import LayoutChoice
-from loraplex.worker.engine.linear.layouts import Layout, float_layouts
+from loraplex.worker.engine.linear.layouts import PackedLinear, laid_out, panels
 from loraplex.worker.engine.model import loader
 
 # Bytes that are read to measure the memory's bandwidth: far more than a cache holds.
@@ -30,19 +29,19 @@ WORST = "torch bfloat16"
 
 @dataclass(frozen=True)
 class ForcedLayout:
-    """An unquantized layout: the dtype that the model is loaded in and computes in, and the layout's name there."""
+    """An unquantized layout: the dtype that the model is loaded in and computes in, and what lays out a layer."""
 
     name: str
     dtype: str
-    layout: str
+    lay_out: Callable[[Any, torch.dtype], Any]
 
 
 LAYOUTS = (
-    ForcedLayout(WORST, "bfloat16", "torch"),
-    ForcedLayout("mkldnn float32", "float32", "mkldnn float32"),
-    ForcedLayout("float32 panels", "float32", "float32 panels"),
-    ForcedLayout("bfloat16 panels", "bfloat16", "bfloat16 panels"),
-    ForcedLayout("bfloat16 panels in float32", "auto", "bfloat16 panels"),
+    ForcedLayout(WORST, "bfloat16", lambda linear, _: linear),
+    ForcedLayout("mkldnn float32", "float32", lambda linear, _: PackedLinear(linear)),
+    ForcedLayout("float32 panels", "float32", panels),
+    ForcedLayout("bfloat16 panels", "bfloat16", panels),
+    ForcedLayout("bfloat16 panels in float32", "float32", laid_out),
 )
 
 
@@ -73,7 +72,7 @@ def decoding(
     if layout is None:
         return closing(DecodingEngine(model, (), rows, dtype=dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
     chosen = next(one for one in LAYOUTS if one.name == layout)
-    with patch.object(loader, "measured", lambda _, own, computes: _forced(chosen, own, computes)):
+    with patch.object(loader, "laid_out", chosen.lay_out):
         return closing(DecodingEngine(model, (), rows, dtype=chosen.dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
 
 
@@ -82,15 +81,6 @@ def serving(
 ) -> AbstractContextManager[BareEngine]:
     """Return an engine of whole requests."""
     return closing(BareEngine(model, adapters, rows, dtype=dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
-
-
-def _forced(chosen: ForcedLayout, own: torch.dtype, computes: Sequence[torch.dtype]) -> LayoutChoice:
-    compute = computes[-1]
-    if chosen.layout == "torch":
-        layout = Layout("torch", lambda linear: linear)
-    else:
-        layout = next(one for one in float_layouts(own, compute) if one.name == chosen.layout)
-    return LayoutChoice(compute, {str(own).removeprefix("torch."): layout})
 
 
 class BandwidthMeter:

@@ -23,8 +23,7 @@ from loraplex.encoders.body import EncoderBody
 from loraplex.encoders.loader import ClassifierHeads, LoadedEncoder, load_encoder
 from loraplex.worker.engine.device import is_out_of_memory, step_threads
 from loraplex.worker.engine.engine import Engine
-from loraplex.worker.engine.linear.choice import unmeasured
-from loraplex.worker.engine.linear.layouts import replace_linears
+from loraplex.worker.engine.linear.layouts import laid_out, replace_linears
 from loraplex.worker.engine.lora.base_layers import ModelLayers
 from loraplex.worker.engine.lora.cpu import CpuLayers
 from loraplex.worker.engine.lora.weights import AdapterWeights, PackedAdapter, adapter_cache
@@ -156,7 +155,7 @@ class EncoderRunner:
         self._own_pooling = loaded.pooling
         self._body = EncoderBody(loaded, slots, on_layer)
         self._heads = ClassifierHeads(loaded, slots)
-        replace_linears(loaded.module, unmeasured(loaded.module, loaded.dtype).make)
+        replace_linears(loaded.module, lambda linear: laid_out(linear, loaded.dtype) or linear)
         self._lora = CpuLayers(loaded.module, loaded.of_tokens, slots, max_rank, loaded.dtype, loaded.ends)
         self._warm_up()
 

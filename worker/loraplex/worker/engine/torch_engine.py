@@ -43,7 +43,7 @@ from loraplex.worker.engine.lora.whole_layers import WholeLayers
 from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.first_steps import run_first_steps
 from loraplex.worker.engine.model.layouts import DecodeLayout, StepLayout
-from loraplex.worker.engine.model.loader import LoadedModel, check_split, choose_layouts, device_of, lay_out, load_model
+from loraplex.worker.engine.model.loader import LoadedModel, check_split, choose_dtype, device_of, lay_out, load_model
 from loraplex.worker.engine.model.runner import Runner
 from loraplex.worker.engine.parallel.group import RankGroup, leave_group, rank_device
 from loraplex.worker.engine.ranks import Followers, Install, OnLost, RankEnd, Start, end_process
@@ -229,7 +229,7 @@ def load_part(
         group = RankGroup(rank, config.tensor_parallel, store, device_of(device))
     loaded = load_model(config.model, device, config.dtype, config.quantize, group)
     torch.set_num_threads(_threads(loaded, config))
-    loaded = choose_layouts(loaded, config.dtype)
+    loaded = choose_dtype(loaded, config.dtype)
     base = WholeLayers(loaded) if loaded.split is not None else ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     encoding = Encoding(loaded, config.adapter_slots)

@@ -1,9 +1,13 @@
-"""The layouts of a linear layer's weight that this processor computes, each checked once against the definition."""
+"""The layout of a linear layer's weight on the CPU: by the kind of processor, checked once against the definition.
+
+Nothing is timed: workers of one kind that timed layouts on busy machines would choose different ones, with other bits,
+and a stream that moves would turn. Panels are at least as fast as the operators of torch and mkldnn wherever these were
+compared (bench.quantized), and in panels a row's bits do not depend on the rows beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -70,49 +74,34 @@ def packing_works(dtype: torch.dtype) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A way to keep and multiply a weight: `make` gives the layer that takes the place of a linear layer."""
-
-    name: str
-    make: Callable[[AnyLinear], nn.Module]
+def codes_name(linear: QuantizedLinear) -> str:
+    """Return the name of the codes of a quantized weight, for example int8."""
+    codes = linear.weight.codes
+    return dtype_name(codes.dtype) if codes.is_floating_point() else f"int{linear.weight.bits}"
 
 
-def float_layouts(stored: torch.dtype, compute: torch.dtype) -> Iterator[Layout]:
-    """Yield the layouts of a float weight whose numbers are of dtype `stored`, for inputs of dtype `compute`.
+def laid_out(linear: AnyLinear, compute: torch.dtype) -> nn.Module | None:
+    """Return the layer that takes a linear layer's place, for inputs of dtype `compute`, or the layer itself.
 
-    All are exact: none rounds a weight or an input. The first is the one to take where nothing is measured: a row's
-    product in panels never depends on the rows beside it.
+    None: this processor has no kernel for the codes of a quantized weight. No weight is rounded. Inputs are rounded to
+    16 bits for codes in a model that has no more, where the processor has no instructions for products of bfloat16: it
+    takes three quarters of the time there.
     """
-    as_panels = _panels_work(dtype_name(stored), compute, fixed=False)
-    if as_panels:
-        yield Layout(f"{dtype_name(stored)} panels", lambda linear: panels(linear, compute))
-    if packs := packing_works(compute):
-        yield Layout(f"mkldnn {dtype_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
-    if not as_panels and not packs:
-        yield Layout(f"torch {dtype_name(compute)}", lambda linear: _cast(linear, compute))
-
-
-def narrow_layouts(compute: torch.dtype) -> Iterator[Layout]:
-    """Yield the layouts of float32 weights whose numbers are bfloat16's: half the bytes, and exact."""
-    if compute == torch.float32 and _panels_work("bfloat16", compute, fixed=False):
-        yield Layout("bfloat16 panels", lambda linear: panels(_narrow(linear) or linear, compute))
-
-
-def is_narrow(linear: AnyLinear) -> bool:
-    """Tell whether the weight is float32 and all its numbers are bfloat16's."""
-    return _narrow(linear) is not None
-
-
-def quantized_layouts(bits: int, compute: torch.dtype, *, rounded: bool) -> Iterator[Layout]:
-    """Yield the layouts of codes of so many bits; none where this processor has no kernel for them.
-
-    `rounded`: also those that round inputs to 16 bits, which is for models whose own dtype has fewer.
-    """
-    if _panels_work(f"int{bits}", compute, fixed=False):
-        yield Layout(f"int{bits} panels", lambda linear: panels(linear, compute))
-    if rounded and _panels_work(f"int{bits}", compute, fixed=True):
-        yield Layout(f"int{bits} panels, 16-bit inputs", lambda linear: panels(linear, compute, fixed=True))
+    if isinstance(linear, QuantizedLinear):
+        if linear.weight.codes.is_floating_point():
+            return None
+        kind = codes_name(linear)
+        fixed = compute == torch.bfloat16 and not multiplies_bfloat16() and _panels_work(kind, compute, fixed=True)
+        return panels(linear, compute, fixed=fixed) if fixed or _panels_work(kind, compute, fixed=False) else None
+    stored = linear.weight.dtype
+    if stored not in _TOLERANCE:
+        return linear
+    if _panels_work(dtype_name(stored), compute, fixed=False):
+        # Half the bytes, and the same bits.
+        narrow = compute == torch.float32 and _panels_work("bfloat16", compute, fixed=False) and _narrow(linear)
+        return panels(narrow or linear, compute)
+    cast = _cast(linear, compute)
+    return PackedLinear(cast) if packing_works(compute) else cast
 
 
 def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> None:

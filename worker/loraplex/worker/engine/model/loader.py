@@ -23,13 +23,19 @@ from loraplex.contracts.artifacts.quantization import check_device, parse_quanti
 from loraplex.worker.engine.attention import paged
 from loraplex.worker.engine.attention.paged import AttentionContext, LayerCall
 from loraplex.worker.engine.device import available_bytes, dtype_name, return_freed_memory
-from loraplex.worker.engine.linear.choice import LayoutChoice, kind_of, measured, unmeasured
 from loraplex.worker.engine.linear.experts import expert_tensors, lay_out_experts
-from loraplex.worker.engine.linear.layouts import multiplies_bfloat16, packing_works, replace_linears
+from loraplex.worker.engine.linear.layouts import (
+    codes_name,
+    laid_out,
+    multiplies_bfloat16,
+    packing_works,
+    panels_work,
+    replace_linears,
+)
 from loraplex.worker.engine.lora.base_layers import LoadedBase
 from loraplex.worker.engine.parallel.group import RankGroup, SplitModel, rank_device
 from loraplex.worker.engine.parallel.splits import RankPlan
-from loraplex.worker.engine.quantized.layers import QuantizedEmbedding, QuantizedLinear, is_linear
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear
 from loraplex.worker.engine.quantized.stored import (
     QuantizedWeights,
     has_tied_head,
@@ -154,8 +160,6 @@ class LoadedModel(LoadedBase):
     end_token_ids: frozenset[int]
     kv: KvShape
     attention: AttentionContext
-    # Dtype and layouts in which it computes on the CPU; None where they were not measured.
-    layouts: LayoutChoice | None = None
 
 
 def load_model(
@@ -350,51 +354,44 @@ def from_pretrained(
     return module.eval().requires_grad_(False)
 
 
-# Maximum number of parameters of a model whose layouts are not measured: that would take longer than its steps.
-_UNMEASURED_PARAMETERS = 16_000_000
+def choose_dtype(loaded: LoadedModel, dtype: str) -> LoadedModel:
+    """Choose the dtype in which a model computes on the CPU; `dtype` may be "auto".
 
-
-def choose_layouts(loaded: LoadedModel, dtype: str) -> LoadedModel:
-    """Choose how a model computes on the CPU; `dtype` may be "auto".
-
-    A bfloat16 model computes in bfloat16 over panels where the processor has instructions for it. Other layouts are as
-    fast within a tenth, but have other bits, and a measurement could choose another one on each worker. Elsewhere the
-    layouts are measured with this thread's number of cores, unless the model is split: each rank could choose another.
-    A bfloat16 model may then compute in float32 over its bfloat16 weights, which is exact and without such instructions
-    faster; the result's dtype says so.
+    A bfloat16 model then computes in float32 over its bfloat16 weights, where the processor has no instructions for
+    products of bfloat16: that is exact, and faster by an eighth. The result's dtype says so. A model that is split, or
+    quantized, computes in its own.
     """
-    if loaded.device.type != "cpu" or loaded.parameters < _UNMEASURED_PARAMETERS or loaded.split is not None:
+    module = loaded.module
+    if loaded.device.type != "cpu" or loaded.split is not None or loaded.quantized is not None:
         return loaded
-    module, own = loaded.module, loaded.dtype
-    if own == torch.bfloat16 and multiplies_bfloat16():
-        _log.info("the model computes in bfloat16, its linear layers over panels, by the processor's own products")
-        return replace(loaded, layouts=unmeasured(module, own))
-    computes = [own]
-    if dtype == "auto" and own == torch.bfloat16 and _other_bytes(module) < available_bytes(loaded.device):
-        computes.append(torch.float32)
-    choice = measured(module, own, computes)
-    if choice.compute != own:
-        _compute_in(module, choice.compute)
-    return replace(loaded, dtype=choice.compute, layouts=choice)
+    if dtype != "auto" or loaded.dtype != torch.bfloat16 or multiplies_bfloat16():
+        return loaded
+    if _other_bytes(module) >= available_bytes(loaded.device):
+        return loaded
+    _log.info("the model computes in float32: this processor has no instructions for products of bfloat16")
+    _compute_in(module, torch.float32)
+    return replace(loaded, dtype=torch.float32)
 
 
 def lay_out(loaded: LoadedModel) -> None:
     """Replace the linear layers of a model on the CPU. Raises ModelUnusableError where it has no kernel for one."""
-    choice = loaded.layouts or unmeasured(loaded.module, loaded.dtype)
-    _check_kernels(loaded, choice)
-    replace_linears(loaded.module, choice.make)
-    lay_out_experts(loaded.module, loaded.dtype)
-    # The first layouts of the weights, and what measuring and quantizing took: 0.4 of 1.3 GB with 0.4 B parameters.
-    return_freed_memory()
 
-
-def _check_kernels(loaded: LoadedModel, choice: LayoutChoice) -> None:
-    for layer in loaded.module.modules():
-        if isinstance(layer, QuantizedLinear) and kind_of(layer) not in choice.layouts:
+    def make(linear: AnyLinear) -> nn.Module:
+        layer = laid_out(linear, loaded.dtype)
+        if layer is None:
+            assert isinstance(linear, QuantizedLinear)
             raise ModelUnusableError(
-                f"{loaded.directory}: this processor has no kernel for {kind_of(layer)} weights; "
+                f"{loaded.directory}: this processor has no kernel for {codes_name(linear)} weights; "
                 "load the model without --quantize, or an unquantized checkpoint"
             )
+        return layer
+
+    if not panels_work(loaded.dtype, loaded.dtype):
+        _log.warning("this processor lacks kernels: an answer may depend on its batch, and takes long")
+    replace_linears(loaded.module, make)
+    lay_out_experts(loaded.module, loaded.dtype)
+    # The first layouts of the weights, and what quantizing took: 0.4 of 1.3 GB with 0.4 B parameters.
+    return_freed_memory()
 
 
 def _other_bytes(module: nn.Module) -> int:
