@@ -113,7 +113,7 @@ async def test_all_functions_but_those_that_admit_requests_run_in_a_full_redis(r
     for one in found[b"functions"]:
         function = dict(zip(one[::2], one[1::2], strict=True))
         flags[function[b"name"].decode().removeprefix(LIBRARY.name + "_")] = function[b"flags"]
-    assert {name for name, of in flags.items() if not of} == {"enqueue", "ledger_reserve"}
+    assert {name for name, of in flags.items() if not of} == {"admit", "enqueue", "ledger_reserve"}
     assert {name for name in flags if name.endswith("_when_full")} == {"enqueue_when_full", "ledger_reserve_when_full"}
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from loraplex.contracts.broker.claims import ClaimMemory, Claims
 from loraplex.contracts.broker.functions import LIBRARY
 from loraplex.contracts.broker.keys import Keys
-from loraplex.contracts.broker.ledger import Ledger, SendReserve
+from loraplex.contracts.broker.ledger import Ledger
 from loraplex.contracts.broker.messages import Job, decode_job
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.terms import Entry, Placement, QueueLimits
@@ -106,7 +104,7 @@ class SimulatedLedger(Ledger):
         super().__init__(redis)
         self._callers = redis.simulated.callers
 
-    async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
-        packed = msgspec.msgpack.encode(message)
+    def _pack(self, **message: Any) -> bytes:
+        packed = super()._pack(**message)
         self._callers[packed] = NODE.get(), HELD.get(), asyncio.get_running_loop().time()
-        return await super()._call(name, message, send)
+        return packed

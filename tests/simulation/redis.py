@@ -224,10 +224,12 @@ class SimulatedRedis:
             self._waiting_tenants.clear()
         arguments = command[3 + command[2] :]
         match name:
-            case "enqueue" if answer[0] == b"queued":
-                self._sealed_ms[arguments[6]] = self.right_ms
-                leads = self.server.execute("ZSCORE", self.cell.prefix + "again", arguments[1]) is not None
-                self.enqueued(self.jobs[arguments[6]], leads)
+            case "enqueue":
+                self._note_queued(arguments, answer)
+            case "admit":
+                if answer[0]:
+                    self._note_told(name, arguments[7], msgspec.msgpack.decode(answer[0]))
+                self._note_queued(arguments, answer[1:])
             case "renew_job":
                 self._sealed_ms[arguments[1]] = self.right_ms
             case "claim":
@@ -235,6 +237,12 @@ class SimulatedRedis:
             case "ledger_reserve" | "ledger_tell":
                 self._note_told(name, arguments[0], msgspec.msgpack.decode(answer))
         return answer
+
+    def _note_queued(self, arguments: Sequence[Any], answer: Sequence[bytes]) -> None:
+        if answer and answer[0] == b"queued":
+            self._sealed_ms[arguments[6]] = self.right_ms
+            leads = self.server.execute("ZSCORE", self.cell.prefix + "again", arguments[1]) is not None
+            self.enqueued(self.jobs[arguments[6]], leads)
 
     def _note_claim(self, arguments: Sequence[Any], answer: list[Any]) -> None:
         jobs = [self.jobs[body] for body in answer[1]]

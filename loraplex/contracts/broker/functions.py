@@ -140,10 +140,10 @@ def is_missing(error: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Calls that go together, in their order; `answers` is a list, in which an error may stand for an answer."""
+    """A call, and its answer or error."""
 
-    calls: Sequence[PreparedCall]
-    answers: asyncio.Future[list[Any]]
+    call: PreparedCall
+    answer: asyncio.Future[Any]
 
 
 class BatchedFunction:
@@ -160,55 +160,38 @@ class BatchedFunction:
         self._waiting: deque[_Waiting] = deque()
         self._sending: asyncio.Task[None] | None = None
 
-    def prepare(self, keys: Sequence[str], arguments: Sequence[Any]) -> PreparedCall:
-        """Return a call of the function that another one's `after` sends."""
-        return self._function.prepare(keys, arguments)
-
     async def __call__(self, arguments: Sequence[Any], key: str = "") -> Any:
         """Return the function's answer. Raises an error of broker.connection.REDIS_DOWN."""
         call = self._function.prepare((key or self._key,), arguments)
         if isinstance(self._redis, RedisCluster):  # its pipelines take no functions
             return await call.send()
-        (answer,) = await self._send_next(call)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async def after(self, first: PreparedCall, arguments: Sequence[Any], *further_keys: str) -> tuple[Any, Any]:
-        """Send another function's call and then one of this, in one round trip; return both answers, or errors.
-
-        Not for a Redis Cluster.
-        """
-        own, other = await self._send_next(first, self._function.prepare((self._key, *further_keys), arguments))
-        return own, other
-
-    async def _send_next(self, *calls: PreparedCall) -> list[Any]:
-        waiting = _Waiting(calls, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(call, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
-        return await waiting.answers
+        answer = await waiting.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def _send(self) -> None:
         try:
             while self._waiting:
                 batch = self._next_batch()
                 try:
-                    answers = await self._run([call for one in batch for call in one.calls])
+                    answers = await self._run([one.call for one in batch])
                 except Exception as error:
                     if isinstance(error, RedisTimeoutError):  # the others have waited as long
                         batch += self._waiting
                         self._waiting.clear()
-                    answers = [error for one in batch for _ in one.calls]
-                at = 0
-                for one in batch:
-                    if not one.answers.done():
-                        one.answers.set_result(answers[at : at + len(one.calls)])
-                    at += len(one.calls)
+                    answers = [error] * len(batch)
+                for one, answer in zip(batch, answers, strict=True):
+                    if not one.answer.done():
+                        one.answer.set_result(answer)
         finally:
             self._sending = None
             for one in self._waiting:  # only where this task is cancelled
-                one.answers.cancel()
+                one.answer.cancel()
 
     def _next_batch(self) -> list[_Waiting]:
         """Take the next calls, at least one; calls that nobody waits for any more are left out."""
@@ -216,9 +199,9 @@ class BatchedFunction:
         size = 0
         while self._waiting and len(batch) < CALLS_AT_ONCE and size < BYTES_AT_ONCE:
             one = self._waiting.popleft()
-            if not one.answers.cancelled():
+            if not one.answer.cancelled():
                 batch.append(one)
-                size += sum(len(part) for call in one.calls for part in call.command if isinstance(part, bytes))
+                size += sum(len(part) for part in one.call.command if isinstance(part, bytes))
         return batch
 
     async def _run(self, calls: Sequence[PreparedCall]) -> list[Any]:

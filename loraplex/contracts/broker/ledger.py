@@ -18,14 +18,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-from redis.asyncio import Redis, RedisCluster
+from redis.asyncio import Redis
 
-from loraplex.contracts.broker.functions import LIBRARY, BatchedFunction, Library, PreparedCall
+from loraplex.contracts.broker.functions import LIBRARY, BatchedFunction, Library
 from loraplex.contracts.broker.keys import LEDGER
 
 _T = TypeVar("_T")
@@ -144,20 +144,6 @@ class _Answer(msgspec.Struct):
     events: list[list[str]] = []
 
 
-@dataclass(slots=True)
-class ReserveCall:
-    """A call that reserves the tokens of a new request, to be sent with the job's enqueue; `answer` is the ledger's."""
-
-    call: PreparedCall
-    # Redis key of the reservation, which exists once it is granted.
-    key: str
-    answer: Any = None
-
-
-# Sends a call and notes its answer.
-SendReserve = Callable[[ReserveCall], Awaitable[None]]
-
-
 class Ledger:
     """The ledger as one router uses it. Errors of broker.connection.REDIS_DOWN pass through."""
 
@@ -180,23 +166,27 @@ class Ledger:
         reservation: Reservation,
         received: int | None,
         limits: Mapping[str, Mapping[str, int]],
-        send: SendReserve | None = None,
     ) -> Reservation:
         """Reserve the tokens of a request, or go on with its reservation where it is resumed with `received` tokens.
 
-        Returns the reservation as the ledger has it. `limits` are by account, and by field of a plan. `send` sends the
-        call of a new request together with another; its errors pass through. Raises QuotaReachedError,
-        LedgerUnreadyError or OutOfMemoryError.
+        Returns the reservation as the ledger has it. `limits` are by account, and by field of a plan. Raises
+        QuotaReachedError, LedgerUnreadyError or OutOfMemoryError.
         """
-        reservation.holder = reservation.holder or f"{self.router}:{secrets.token_hex(4)}"
-        message = {
-            "reservation": reservation,
-            "received": -1 if received is None else received,
-            "limits": [(name, limit, COUNTS[limit], most) for name, of in limits.items() for limit, most in of.items()],
-        }
         # What has begun is not refused by a full Redis.
         name = "ledger_reserve" if received is None else "ledger_reserve_when_full"
-        answer = await self._ask(name, message, send)
+        return self.granted(await self._functions[name]([self.pack_reserve(reservation, received, limits)]))
+
+    def pack_reserve(
+        self, reservation: Reservation, received: int | None, limits: Mapping[str, Mapping[str, int]]
+    ) -> bytes:
+        """Return the argument of the function that reserves; see `reserve`."""
+        reservation.holder = reservation.holder or f"{self.router}:{secrets.token_hex(4)}"
+        rows = [(name, limit, COUNTS[limit], most) for name, of in limits.items() for limit, most in of.items()]
+        return self._pack(reservation=reservation, received=-1 if received is None else received, limits=rows)
+
+    def granted(self, packed: bytes) -> Reservation:
+        """Return the reservation of the function's answer. Raises QuotaReachedError or LedgerUnreadyError."""
+        answer = self._take(packed)
         if answer.closed_ms:
             raise LedgerUnreadyError(answer.closed_ms, loads=answer.loads)
         if answer.refused is not None:
@@ -248,11 +238,14 @@ class Ledger:
 
     async def _tell(self, **parts: Any) -> _Answer:
         nothing: dict[str, Any] = {"reservations": (), "renews": False, "step": "", "accounts": (), "events": ()}
-        return await self._ask("ledger_tell", {**nothing, **parts})
+        return self._take(await self._functions["ledger_tell"]([self._pack(**{**nothing, **parts})]))
 
-    async def _ask(self, name: str, message: Mapping[str, Any], send: SendReserve | None = None) -> _Answer:
-        call = {"router": self.router, "number": self.number, **message}
-        answer = msgspec.msgpack.decode(await self._call(name, call, send), type=_Answer)
+    def _pack(self, **message: Any) -> bytes:
+        return msgspec.msgpack.encode({"router": self.router, "number": self.number, **message})
+
+    def _take(self, packed: bytes) -> _Answer:
+        """Note what an answer has of accounts and events. Raises LedgerUnreadyError."""
+        answer = msgspec.msgpack.decode(packed, type=_Answer)
         if answer.behind:
             raise LedgerUnreadyError
         self.number = max(self.number, answer.number)
@@ -265,17 +258,19 @@ class Ledger:
             self._recent.popleft()
         return answer
 
-    async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
-        """Return a function's answer; `send` sends the call with another, where Redis is no cluster."""
-        function, packed = self._functions[name], msgspec.msgpack.encode(message)
-        if send is None or isinstance(self.redis, RedisCluster):
-            return await function([packed])
-        key = f"{LEDGER}of:{message['reservation'].id}"
-        call = ReserveCall(function.prepare((key,), [packed]), key)
-        await send(call)
-        if isinstance(call.answer, Exception):
-            raise call.answer
-        return call.answer
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The tokens that a call asks a ledger for; see Ledger.reserve."""
+
+    ledger: Ledger
+    reservation: Reservation
+    received: int | None
+    limits: Mapping[str, Mapping[str, int]]
+
+    async def reserve(self) -> Reservation:
+        """Reserve them alone. Raises as Ledger.reserve does."""
+        return await self.ledger.reserve(self.reservation, self.received, self.limits)
 
 
 def _chunks(items: Sequence[_T]) -> list[Sequence[_T]]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from msgspec import DecodeError
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import OutOfMemoryError
 
 from loraplex.contracts.broker.claims import ClaimMemory, Claims, packed_reports
 from loraplex.contracts.broker.commands import CommandQueue, PinnedAdapters
 from loraplex.contracts.broker.functions import LIBRARY, BatchedFunction, Library
 from loraplex.contracts.broker.keys import Keys
-from loraplex.contracts.broker.ledger import ReserveCall
+from loraplex.contracts.broker.ledger import Asked, Reservation
 from loraplex.contracts.broker.messages import Capacity, DeadJob, Job, decode_record, encode_record
 from loraplex.contracts.broker.terms import (
     Claimed,
@@ -50,6 +50,9 @@ DEAD_LIMIT = 1_000
 DEAD_BYTES = 1 << 20
 # Index of the argument of broker/lua/enqueue.lua that is empty unless Redis is full.
 _WHEN_FULL = 3
+# Maximum prompt tokens of a job that goes to Redis together with what it asks the ledger for: where that is refused,
+# Redis has read the job for nothing.
+ADMITTED_TOKENS = 4096
 
 
 class QueueFullError(Exception):
@@ -73,10 +76,6 @@ class QuarantinedError(Exception):
             f"jobs of this tenant and adapter kept killing engines; refused for {left_ms / 1e3:.0f} s more"
         )
         self.left_ms = left_ms
-
-
-class UnreservedError(Exception):
-    """The ledger has refused the tokens that were to be reserved in the same round trip."""
 
 
 class DeadlineUnattainableError(Exception):
@@ -151,6 +150,7 @@ class JobQueue:
         self._looks = 0
         self._enqueue = BatchedFunction(redis, library.function(redis, "enqueue"), keys.waiting)
         self._enqueue_when_full = library.function(redis, "enqueue_when_full")
+        self._admit = BatchedFunction(redis, library.function(redis, "admit"), keys.waiting)
         self._charge = library.function(redis, "charge")
         self._finish = BatchedFunction(redis, library.function(redis, "finish"), keys.waiting)
         self._renew = BatchedFunction(redis, library.function(redis, "renew_job"))
@@ -163,56 +163,50 @@ class JobQueue:
         self._quarantined = library.function(redis, "quarantined")
         self._lift_quarantine = library.function(redis, "lift_quarantine")
 
-    def is_on(self, redis: Redis) -> bool:
-        """Tell whether the cell is on the server of a client."""
-        return self._redis is redis
+    def admits(self, job: Job, asked: Asked) -> bool:
+        """Tell whether `admit` takes a job: a short new one, where the ledger is on the queue's server, no cluster."""
+        is_here = asked.ledger.redis is self._redis and not isinstance(self._redis, RedisCluster)
+        return is_here and asked.received is None and len(job.prompt_ids) <= ADMITTED_TOKENS
 
-    async def enqueue(
-        self,
-        job: Job,
-        placement: Placement | None = None,
-        entry: Entry | None = None,
-        reserve: ReserveCall | None = None,
-    ) -> None:
-        """Put a job into the queue; a newer attempt replaces an older one. `entry`: the job's, if it is made already.
-
-        `reserve` is sent in the same round trip, before it. Raises QuarantinedError; QueueFullError or
-        DeadlineUnattainableError of a first attempt that has not begun, RedisFullError of any where Redis is out of
-        memory; UnreservedError where the ledger does not grant `reserve`.
-        """
-        placement = placement or Placement()
-        entry, limits = entry or await self._entry(job, placement), self._limits.for_placement(placement)
-        arguments: list[Any] = [
-            self.keys.prefix,
-            job.job_id,
-            msgspec.msgpack.encode((job.deadline_ms, entry.begun, entry.priority, entry.strikes, *astuple(limits)))[1:],
-            "",
-            entry.facts,
-            *(entry.wanted, entry.body),
+    async def admit(self, job: Job, placement: Placement, asked: Asked) -> Reservation:
+        """Reserve what a job asks for and put it into the queue: both or neither. Raises what these raise alone."""
+        entry, limits = await self._entry(job, placement), self._limits.for_placement(placement)
+        arguments = [
+            *self._arguments(job, entry, limits),
+            asked.ledger.pack_reserve(asked.reservation, None, asked.limits),
         ]
         try:
-            answer = await self._send_entry(arguments, reserve)
+            reserved, *queued = await self._admit(arguments)
+        except OutOfMemoryError as error:
+            raise RedisFullError("Redis is out of memory") from error
+        if queued:
+            _check_queued(queued, limits)
+        return asked.ledger.granted(reserved)
+
+    async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
+        """Put a job into the queue; a newer attempt replaces an older one.
+
+        Raises QuarantinedError; QueueFullError or DeadlineUnattainableError of a first attempt that has not begun,
+        RedisFullError of any where Redis is out of memory.
+        """
+        placement = placement or Placement()
+        entry, limits = await self._entry(job, placement), self._limits.for_placement(placement)
+        arguments = self._arguments(job, entry, limits)
+        try:
+            answer = await self._enqueue(arguments)
         except OutOfMemoryError as error:
             if not entry.begun:
                 raise RedisFullError("Redis is out of memory") from error
             arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
             answer = await self._enqueue_when_full(self.keys.waiting, arguments)
-        if answer[0] == b"unreserved":
-            raise UnreservedError
-        if answer[0] == b"late":
-            raise DeadlineUnattainableError(int(answer[1]))
-        if answer[0] == b"quarantined":
-            raise QuarantinedError(int(answer[1]))
-        if answer[0] == b"full":
-            raise _full(answer[1].decode(), answer[2].decode(), limits)
+        _check_queued(answer, limits)
 
-    async def _send_entry(self, arguments: Sequence[Any], reserve: ReserveCall | None) -> Any:
-        if reserve is None:
-            return await self._enqueue(arguments)
-        reserve.answer, answer = await self._enqueue.after(reserve.call, arguments, reserve.key)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def _arguments(self, job: Job, entry: Entry, limits: QueueLimits) -> list[Any]:
+        terms = (job.deadline_ms, entry.begun, entry.priority, entry.strikes, *astuple(limits))
+        return [
+            *(self.keys.prefix, job.job_id, msgspec.msgpack.encode(terms)[1:], ""),
+            *(entry.facts, entry.wanted, entry.body),
+        ]
 
     async def _entry(self, job: Job, placement: Placement) -> Entry:
         """Return a job's entry; that of a long one is made in a thread, at its tenant's turn."""
@@ -326,6 +320,16 @@ class JobQueue:
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""
         return int(await self._redis.zcard(self.keys.waiting))
+
+
+def _check_queued(answer: Sequence[bytes], limits: QueueLimits) -> None:
+    """Raise what an answer of broker/lua/enqueue.lua says of a job that has no place."""
+    if answer[0] == b"late":
+        raise DeadlineUnattainableError(int(answer[1]))
+    if answer[0] == b"quarantined":
+        raise QuarantinedError(int(answer[1]))
+    if answer[0] == b"full":
+        raise _full(answer[1].decode(), answer[2].decode(), limits)
 
 
 def _full(limit: str, owner: str, limits: QueueLimits) -> QueueFullError:

@@ -12,13 +12,12 @@ from redis.asyncio import Redis
 
 from loraplex.contracts.broker.messages import AdapterRef, Job, WeightedRef
 from loraplex.contracts.broker.queue import JobQueue
-from loraplex.contracts.broker.terms import Entry, Placement
+from loraplex.contracts.broker.terms import Placement
 from loraplex.contracts.options import Encode, FinishReason, StoppingParams
-from loraplex.router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
+from loraplex.router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, check_weighted_sets
 from loraplex.router.dispatch.links import DispatchTiming, Frame
 from loraplex.router.metrics import RouterMetrics
 from loraplex.runtime.rpc.errors import CallError, Exhausted, Internal, Unavailable
-from tests.broker.clocked_queue import make_job
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 
 
@@ -250,46 +249,6 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
                 dispatcher.link_up(RecordingLink(link.worker_id), [])
         assert routed.continuations >= 3
         assert await read(routed) == truth
-
-
-JOB = make_job("j", "acme")
-# Passes of the event loop until an entry is made.
-PASSES = 3
-
-
-class Made:
-    """The entries that a queue has made of JOB."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.early = PreparedEntry(JobQueue(Redis(), KEYS), JOB, self._place)  # Redis is not asked
-
-    def _place(self, job: Job) -> Placement:
-        self.count += 1
-        return Placement(weight=2.0)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-async def test_an_entry_is_made_once_at_the_latest_when_it_is_taken(waits: bool) -> None:
-    made = Made()
-    with made.early as early:
-        for _ in range(PASSES if waits else 0):
-            await asyncio.sleep(0)
-        assert made.count == int(waits)
-        placement = Placement(weight=2.0)
-        assert early.take() == early.take() == (placement, Entry.from_job(JOB, placement))
-    for _ in range(PASSES):
-        await asyncio.sleep(0)
-    assert made.count == 1
-
-
-async def test_no_entry_is_made_of_a_refused_job() -> None:
-    made = Made()
-    with pytest.raises(LookupError), made.early:
-        raise LookupError
-    for _ in range(PASSES):
-        await asyncio.sleep(0)
-    assert made.count == 0
 
 
 ONE = AdapterRef("r", "sha256:1", 1, 1)

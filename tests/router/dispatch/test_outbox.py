@@ -17,10 +17,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from loraplex.contracts.broker.homes import Roster, WorkerLoad
-from loraplex.contracts.broker.ledger import ReserveCall
 from loraplex.contracts.broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
 from loraplex.contracts.broker.queue import JobQueue
-from loraplex.contracts.broker.terms import Entry, KeyTerms, Placement, QueueState
+from loraplex.contracts.broker.terms import KeyTerms, Placement, QueueState
 from loraplex.contracts.options import FinishReason, StoppingParams
 from loraplex.contracts.plans import QUEUE_SHARE
 from loraplex.router.app import _dispatcher
@@ -54,17 +53,11 @@ class ShakyQueue(JobQueue):
         if self.faults[name]:
             raise self.faults[name].pop(0)
 
-    async def enqueue(
-        self,
-        job: Job,
-        placement: Placement | None = None,
-        entry: Entry | None = None,
-        reserve: ReserveCall | None = None,
-    ) -> None:
+    async def enqueue(self, job: Job, placement: Placement | None = None) -> None:
         await self._call("enqueue")
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await super().enqueue(job, placement, entry, reserve)
+        await super().enqueue(job, placement)
         self.in_flight -= 1
 
     async def finish(self, job_id: str, attempt: int) -> None:

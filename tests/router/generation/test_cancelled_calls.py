@@ -14,6 +14,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from loraplex.contracts.broker import queue
 from loraplex.contracts.broker.functions import BatchedFunction, PreparedCall
 from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.ledger import Ledger
@@ -27,7 +28,6 @@ from loraplex.contracts.broker.queue import (
 from loraplex.contracts.broker.terms import Placement
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import DispatchTiming
-from loraplex.router.generation import generation as generation_module
 from loraplex.router.generation.generation import Generation
 from loraplex.router.quotas.quotas import Quotas
 from loraplex.runtime.rpc.errors import CallError, Exhausted
@@ -90,12 +90,11 @@ async def nothing_is_left(router: Router, redis: Redis) -> bool:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-@pytest.mark.parametrize("script", ["ledger_reserve", "enqueue"])
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("script", ["ledger_reserve", "enqueue", "admit"])
 async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing(
-    router: Router, redis: Redis, monkeypatch: pytest.MonkeyPatch, script: str, *, answered: bool, joined: bool
+    router: Router, redis: Redis, monkeypatch: pytest.MonkeyPatch, script: str, *, answered: bool
 ) -> None:
-    monkeypatch.setattr(generation_module, "JOINED_TOKENS", 4096 if joined else 0)
+    monkeypatch.setattr(queue, "ADMITTED_TOKENS", 4096 if script == "admit" else 0)
     gate = Gate(script, answered=answered, monkeypatch=monkeypatch)
     leaving = call(router.generation)
     await asyncio.wait_for(gate.reached.wait(), 60)
@@ -129,12 +128,12 @@ async def test_a_call_over_its_quota_is_neither_queued_nor_removed(
 
 
 FAILURES = [
-    ("enqueue", QueueFullError("full"), "QUEUE_FULL"),
-    ("enqueue", RedisFullError("full"), "REDIS_FULL"),
-    ("enqueue", QuarantinedError(5), "QUARANTINED"),
-    ("enqueue", DeadlineUnattainableError(5), "DEADLINE_UNATTAINABLE"),
-    ("enqueue", RedisConnectionError("away"), "QUEUE_DOWN"),
-    ("enqueue", ValueError("odd"), None),
+    ("admit", QueueFullError("full"), "QUEUE_FULL"),
+    ("admit", RedisFullError("full"), "REDIS_FULL"),
+    ("admit", QuarantinedError(5), "QUARANTINED"),
+    ("admit", DeadlineUnattainableError(5), "DEADLINE_UNATTAINABLE"),
+    ("admit", RedisConnectionError("away"), "QUEUE_DOWN"),
+    ("admit", ValueError("odd"), None),
     ("make_entry", ValueError("no key"), None),
 ]
 

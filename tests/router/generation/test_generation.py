@@ -15,11 +15,12 @@ import msgspec
 import pytest
 
 from loraplex.contracts.broker.ledger import Reservation
+from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.options import FinishReason
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import Frame
-from loraplex.router.dispatch.routed_job import READ_TOKENS, JobState
+from loraplex.router.dispatch.routed_job import READ_TOKENS, JobState, RoutedJob
 from loraplex.router.generation.admission import Admitted
 from loraplex.router.generation.generation import Generation
 from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, Resumption
@@ -336,10 +337,10 @@ async def test_a_drain_leaves_the_reservations_of_those_who_can_resume(
     """A request that only waited is made anew elsewhere: until its reservation ends, its tokens would count twice."""
     ends = Mock()
 
-    async def reserve(*_: Any, **__: Any) -> CallBudget:
-        return CallBudget(Reservation("r", "acme", 0, 0), ends)
+    async def admit(dispatcher: Dispatcher, job: Job, *_: object) -> tuple[RoutedJob, CallBudget]:
+        return await dispatcher.dispatch(job), CallBudget(Reservation("r", "acme", 0, 0), ends)
 
-    monkeypatch.setattr(quotas, "reserve", reserve)
+    monkeypatch.setattr(quotas, "admit", admit)
     running = generation.run(REQUEST, None, Resumption(PAYLOAD) if resumed else None)
     first = asyncio.ensure_future(anext(running))
     await claim(queue)

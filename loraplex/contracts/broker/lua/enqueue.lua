@@ -190,10 +190,8 @@ end
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
 -- for a refused first attempt {'full', limit, tenant or API key} or {'late', wait in ms}. A later attempt, and a job
 -- that has begun, is refused by a full Redis alone. For a newcomer or a suspect of a tenant or adapter in quarantine
--- {'quarantined', ms left}. The second key, where there is one, is the reservation of the job's tokens; without one in
--- the ledger {'unreserved'}.
-register_admission('enqueue', function(keys, arguments)
-  if keys[2] and redis.call('EXISTS', keys[2]) == 0 then return {'unreserved'} end
+-- {'quarantined', ms left}.
+function enqueue.put(arguments)
   local call, id, begun_bytes_when_full, body = new_call(arguments), arguments[2], tonumber(arguments[4]), arguments[7]
   local job = enqueue.facts_of(cmsgpack.unpack(arguments[5]))
   local deadline_ms, begun, priority, strikes, max = enqueue.terms_of(cmsgpack.unpack(arguments[3]))
@@ -256,4 +254,6 @@ register_admission('enqueue', function(keys, arguments)
   tenants.flush(call)
   enqueue.wake(call, has_begun and '' or job.prefer)
   return {'queued'}
-end)
+end
+
+register_admission('enqueue', function(_, arguments) return enqueue.put(arguments) end)

@@ -227,18 +227,18 @@ function ledger.refusal(call, r, needs, holds)
   return refused
 end
 
--- Reserve tokens for a request in its accounts, or go on with its reservation where it is resumed. Answers with the
--- reservation; or with what refuses it, and changes nothing.
-register_admission('ledger_reserve', function(_, arguments)
-  local call = ledger.new_call(arguments[1])
+-- Make the reservation of a request in its accounts, or of one that goes on where it is resumed. Returns the call and an
+-- answer: with the reservation, which `grant` writes; or with what refuses it.
+function ledger.reserve(packed)
+  local call = ledger.new_call(packed)
   if call.is_behind or call.closed_ms > 0 then
-    return cmsgpack.pack({behind = call.is_behind, closed_ms = call.closed_ms, loads = call.loads})
+    return call, {behind = call.is_behind, closed_ms = call.closed_ms, loads = call.loads}
   end
   -- `received`: output tokens that the client of a resumed request has; -1: a new request.
   local asked, received = call.message.reservation, call.message.received
   local r, is_known = ledger.reservation_of(call, asked.id)
   -- The same call again, or one that has ended before this server got to it.
-  if is_known and (received < 0 or r.holder == asked.holder) then return ledger.reply(call, {reservation = r}) end
+  if is_known and (received < 0 or r.holder == asked.holder) then return call, {reservation = r} end
 
   if is_known then
     local used_output = math.max(r.used_output, received)
@@ -259,7 +259,7 @@ register_admission('ledger_reserve', function(_, arguments)
   local holds = ledger.amounts_of(r.requests, math.max(0, r.input - r.used_input), math.max(0, r.output - r.used_output),
     r.streams)
   local refused = ledger.refusal(call, r, needs, holds)
-  if refused then return cmsgpack.pack({refused = refused}) end
+  if refused then return call, {refused = refused} end
 
   local at_ms = r.open and r.at_ms or call.now
   if is_known then ledger.settle(call, r) end
@@ -270,9 +270,28 @@ register_admission('ledger_reserve', function(_, arguments)
   r.requests, r.input, r.output, r.streams = needs.requests, r.used_input + input, r.used_output + output, 1
   ledger.hold(call, r, 1)
   call.reservations[r.id] = r
+  return call, {reservation = r}
+end
+
+-- Write the reservation of an answer, and return the answer packed; one that refuses changes nothing.
+function ledger.grant(call, answer)
+  if not answer.reservation then return cmsgpack.pack(answer) end
   if not call.is_listed then ledger.count_call(call) end
-  return ledger.reply(call, {reservation = r})
-end)
+  return ledger.reply(call, answer)
+end
+
+register_admission('ledger_reserve', function(_, arguments) return ledger.grant(ledger.reserve(arguments[1])) end)
+
+-- Reserve the tokens of a new request and put its job into the queue, both or neither. The arguments are those of
+-- `enqueue`, and after them that of `ledger_reserve`. Answers with the ledger's answer, and where it does not refuse,
+-- the queue's.
+redis.register_function{function_name = LIBRARY .. 'admit', callback = function(_, arguments)
+  local call, answer = ledger.reserve(arguments[8])
+  if not answer.reservation then return {ledger.grant(call, answer)} end
+  local queued = enqueue.put(arguments)
+  local is_in = queued[1] == 'queued' or queued[1] == 'known'
+  return {is_in and ledger.grant(call, answer) or '', unpack(queued)}
+end}
 
 -- Take over the counts of accounts and the events that a router tells a ledger which has lost data. Of two counts the
 -- higher one holds, because charges only grow in their window.

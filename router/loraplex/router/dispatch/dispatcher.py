@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
-from typing import Self
 
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from loraplex.contracts.broker.connection import REDIS_DOWN
-from loraplex.contracts.broker.ledger import ReserveCall
+from loraplex.contracts.broker.ledger import Asked, LedgerUnreadyError, QuotaReachedError
 from loraplex.contracts.broker.messages import Job
-from loraplex.contracts.broker.queue import JobQueue, QuarantinedError, UnreservedError
-from loraplex.contracts.broker.terms import Entry, Placement, QueueState, is_short
+from loraplex.contracts.broker.queue import JobQueue, QuarantinedError
+from loraplex.contracts.broker.terms import Placement, QueueState
 from loraplex.router.dispatch.cells import WORKERS_TRIED, Cells
 from loraplex.router.dispatch.links import DispatchTiming, Frame, WorkerLink, WorkerLinks
 from loraplex.router.dispatch.outbox import REFUSALS, Outbox, queue_full, refusal
@@ -55,44 +53,6 @@ def check_weighted_sets(job: Job, others: Iterable[Job]) -> None:
             retry_after_s=_RETRY_S,
             reason="WEIGHTED_SETS_FULL",
         )
-
-
-class PreparedEntry:
-    """Makes an entry two passes of the event loop from now, when the call that was begun meanwhile is on its way.
-
-    `enqueue` makes it where nothing waits so long, or the job is long. Nothing is made after the end of the context.
-    """
-
-    def __init__(self, queue: JobQueue, job: Job, place: Callable[[Job], Placement]) -> None:
-        self._queue, self._job, self._place = queue, job, place
-        self._placed: tuple[Placement, Entry | None] | None = None
-
-    def __enter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        self._next = self._loop.call_soon(self._wait)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._next.cancel()
-
-    def _wait(self) -> None:
-        self._next = self._loop.call_soon(self.take)
-
-    def take(self) -> tuple[Placement, Entry | None]:
-        """Return the placement and the entry; None for a long job, whose entry the queue makes in a thread."""
-        if self._placed is None:
-            placement = self._place(self._job)
-            self._placed = placement, self._queue.make_entry(self._job, placement) if is_short(self._job) else None
-        return self._placed
-
-    def is_on(self, redis: Redis) -> bool:
-        """Tell whether the entry goes to this server."""
-        return self._queue.is_on(redis)
-
-    async def enqueue(self, reserve: ReserveCall | None = None) -> None:
-        """Put the entry into the queue, in one round trip with a reservation. Raises what JobQueue.enqueue does."""
-        placement, entry = self.take()
-        await self._queue.enqueue(self._job, placement, entry, reserve)
 
 
 # Maximum number of jobs that are sealed anew in one look: each takes the event loop some 0.2 ms.
@@ -159,23 +119,21 @@ class Dispatcher:
         """Return the jobs that wait or run now."""
         return tuple(self._jobs.values())
 
-    def prepare_entry(self, job: Job) -> PreparedEntry:
-        """Make a new job's entry in the queue while something else is waited for."""
-        return self._prepare_entry(job, self._cells.choose(job))
+    async def dispatch(self, job: Job, asked: Asked | None = None) -> RoutedJob:
+        """Reserve what a new job asks for and put it into the queue; own it till `release`.
 
-    def _prepare_entry(self, job: Job, cell: str) -> PreparedEntry:
-        return PreparedEntry(self._queue_of(job.model, cell), job, lambda job: self._place(job, cell))
-
-    async def dispatch(
-        self, job: Job, prepared: PreparedEntry | None = None, reserve: ReserveCall | None = None
-    ) -> RoutedJob:
-        """Put a new job into the queue, after `reserve`; own it till `release`. Raises CallError or UnreservedError."""
+        In one step, where the queue `admits` the job. Raises CallError, and what Ledger.reserve does.
+        """
+        cell, reservation = self._cells.choose(job), None
+        if asked is not None and not self._queue_of(job.model, cell).admits(job, asked):
+            reservation, asked = await asked.reserve(), None
         check_weighted_sets(job, (other.job for other in self._jobs.values()))
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
+        routed.reservation = reservation
         try:
-            routed.placement, _ = (prepared := prepared or self.prepare_entry(job)).take()
-            await self._enqueue(routed, prepared, reserve)
-        except UnreservedError:  # Redis does not have it
+            routed.placement = self._place(job, cell)
+            await self._enqueue(routed, asked)
+        except (LedgerUnreadyError, QuotaReachedError):  # the queue does not have it
             self._jobs.pop(job.job_id).release()
             raise
         except BaseException as error:
@@ -193,11 +151,11 @@ class Dispatcher:
         cell = routed.placement.cell
         asyncio.get_running_loop().call_later(self._timing.late_enqueue_s, self._outbox.finish, routed.job, cell)
 
-    async def _enqueue(self, routed: RoutedJob, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:
+    async def _enqueue(self, routed: RoutedJob, asked: Asked | None) -> None:
         job = routed.job
         try:
             with self._metrics.enqueue_time.time():
-                await self._enqueue_once_reached(routed, prepared, reserve)
+                await self._enqueue_once_reached(routed, asked)
         except REFUSALS as error:
             if isinstance(error, QuarantinedError):
                 self._metrics.quarantined.inc()
@@ -206,33 +164,33 @@ class Dispatcher:
             log.warning("the queue does not answer: %r", error, extra=fields(job_id=job.job_id))
             raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
 
-    async def _enqueue_once_reached(
-        self, routed: RoutedJob, prepared: PreparedEntry, reserve: ReserveCall | None
-    ) -> None:
+    async def _enqueue_once_reached(self, routed: RoutedJob, asked: Asked | None) -> None:
         loop = asyncio.get_running_loop()
         last = loop.time() + self._timing.enqueue_s - self._timing.pause_s
         while True:
+            queue = self._queue_of(routed.job.model, routed.placement.cell)
             try:
-                return await prepared.enqueue(reserve)
+                if asked is None:
+                    return await queue.enqueue(routed.job, routed.placement)
+                routed.reservation = await queue.admit(routed.job, routed.placement, asked)
+                return None
             except REDIS_DOWN as error:
-                # The ledger is on the same server as the job of a `reserve`.
-                other = None if reserve else self._prepare_elsewhere(routed)
-                if other is None and (not isinstance(error, RedisConnectionError) or loop.time() > last):
+                # The ledger of a job that asks is on the same server.
+                if asked is None and self._place_elsewhere(routed):
+                    continue
+                if not isinstance(error, RedisConnectionError) or loop.time() > last:
                     raise
-            prepared = other or prepared
-            if other is None:
-                await asyncio.sleep(self._timing.pause_s)
+            await asyncio.sleep(self._timing.pause_s)
 
-    def _prepare_elsewhere(self, routed: RoutedJob) -> PreparedEntry | None:
-        """Make an entry in another cell for a job whose cell's Redis does not answer; None: there is no other."""
+    def _place_elsewhere(self, routed: RoutedJob) -> bool:
+        """Place a job, whose cell's Redis does not answer, in another cell; False: there is none."""
         self._cells.failed(former := routed.placement.cell)
         cell = self._cells.another(routed.job, former)
         if cell is None:
-            return None
+            return False
         self._finish_later(routed)
-        prepared = self._prepare_entry(routed.job, cell)
-        routed.placement, _ = prepared.take()
-        return prepared
+        routed.placement = self._place(routed.job, cell)
+        return True
 
     def release(self, routed: RoutedJob) -> None:
         """Stop a job wherever it is: nothing of it stays queued or running."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from loraplex.contracts.broker.ledger import Reservation
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.terms import Placement
 from loraplex.contracts.options import FinishReason, TokenLogprobs
@@ -179,6 +180,8 @@ class RoutedJob:
         self.job = job
         # The current attempt's place in the queue, and the time of the monotonic clock when it was sealed for it.
         self.placement, self.sealed_at = Placement(), 0.0
+        # The reservation that was granted with it, if any.
+        self.reservation: Reservation | None = None
         self.state = JobState.ENQUEUEING
         self.choices = [Choice.of_job(job, index) for index in range(job.n)]
         # The link of the worker that has the current attempt; it stays when the job ends.

@@ -18,9 +18,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from loraplex.contracts.broker.ledger import ReserveCall, SendReserve
 from loraplex.contracts.broker.messages import Job
-from loraplex.contracts.broker.queue import UnreservedError
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.routed_job import Reader, RoutedJob
 from loraplex.router.generation.admission import Admission, Admitted
@@ -28,7 +26,7 @@ from loraplex.router.generation.answer import Answer
 from loraplex.router.generation.resume import Began, ResumePayload, ResumeTokens, Resumption
 from loraplex.router.generation.rollouts import NOT_OF_REVISIONS, Rollouts, Side, Trial
 from loraplex.router.quotas.quotas import CallBudget, Quotas
-from loraplex.router.quotas.usage import Facts
+from loraplex.router.quotas.usage import NO_FACTS, Facts
 from loraplex.router.request import Message, Received, Request, Summary, adapter_names
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
@@ -266,11 +264,6 @@ class SlowClients:
         return Exhausted("stream", message, retry_after_s=RETRY_S, reason="CLIENT_TOO_SLOW")
 
 
-# Maximum prompt tokens of a job that is sent together with its reservation: where that is refused, Redis has read the
-# job for nothing.
-JOINED_TOKENS = 4096
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A call of a request: what `Generation.run` takes."""
@@ -490,7 +483,12 @@ class Generation:
             else:
                 admitted = await self._admission.readmit(request, resumption, call.deadline_s)
                 job = admitted.job
-            budget, routed = await self._dispatch(job, resumption, part_of)
+            if part_of is not None:  # it is in the larger call's reservation
+                routed, budget = await self._dispatcher.dispatch(job), None
+                part_of.jobs.append(routed)
+            else:
+                facts, resumed = (resumption.facts, resumption.reserved) if resumption else (NO_FACTS, None)
+                routed, budget = await self._quotas.admit(self._dispatcher, job, facts, resumed)
             run = Run(request.fingerprint, routed, admitted, resumption, request.rendered_at_s, budget, part_of)
             if side is not None and side.is_counted and self.rollouts.takes(side, request.tenant):
                 run.trial = Trial(side)
@@ -498,53 +496,6 @@ class Generation:
         if self._draining:
             run.routed.end_reader(_router_draining())
         return run, run.routed.reader
-
-    async def _dispatch(
-        self, job: Job, resumption: Resumption | None, part_of: CallBudget | None
-    ) -> tuple[CallBudget | None, RoutedJob]:
-        """Reserve a job's tokens and put it into the queue. Raises Exhausted or Unavailable; then its reservation ends.
-
-        Redis gets a new request's reservation and its job in one round trip, where the job's cell is on the ledger's
-        server: the script that enqueues looks for the first. A part of a larger call is in that call's reservation
-        already.
-        """
-        routed: RoutedJob | None = None
-        if part_of is not None:
-            routed = await self._dispatcher.dispatch(job)
-            part_of.jobs.append(routed)
-            return None, routed
-
-        async def send(call: ReserveCall) -> None:
-            nonlocal routed
-            with suppress(UnreservedError):  # the ledger's answer says why
-                routed = await self._dispatcher.dispatch(job, entry, call)
-
-        with self._dispatcher.prepare_entry(job) as entry:
-            joined = resumption is None and len(job.prompt_ids) <= JOINED_TOKENS
-            joined = joined and entry.is_on(self._quotas.ledger.redis)
-            budget = await self._reserve(job, resumption, send if joined else None)
-            try:
-                routed = routed or await self._dispatcher.dispatch(job, entry)
-            except BaseException:
-                if budget is not None:
-                    budget.leave() if job.resumed else budget.settle()
-                raise
-        if budget is not None:
-            budget.jobs.append(routed)
-        return budget, routed
-
-    async def _reserve(
-        self, job: Job, resumption: Resumption | None, send: SendReserve | None = None, *, complete: bool = False
-    ) -> CallBudget | None:
-        """Reserve the tokens of a request, or take over the reservation of one that is resumed.
-
-        None where there are no limits. `send`: see Ledger.reserve. `complete`: the client has the whole answer, so that
-        nothing more is reserved. Raises Exhausted or Unavailable.
-        """
-        resumed = (resumption.payload.reservation, resumption.received_tokens) if resumption else None
-        prompt, answer = (0, 0) if complete else (len(job.prompt_ids), job.n * job.stopping.max_tokens)
-        facts = Facts(cached_tokens=resumption.payload.began.cached_tokens if resumption else 0).of_job(job)
-        return await self._quotas.reserve(job.tenant, prompt, answer, facts=facts, resumed=resumed, send=send)
 
     @asynccontextmanager
     async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[CallBudget | None]:
@@ -585,7 +536,8 @@ class Generation:
             self._drop(older, older.routed.reader, _taken_over(request))
         admitted = await self._admission.readmit(request, resumption, deadline_s)
         with suppress(Exhausted):  # its reservation has ended, with all that was used of it
-            if budget := await self._reserve(admitted.job, resumption, complete=True):
+            facts = resumption.facts.of_job(admitted.job)
+            if budget := await self._quotas.reserve(request.tenant, 0, 0, facts=facts, resumed=resumption.reserved):
                 await budget.finish()
         run = Run(request.fingerprint, RoutedJob(admitted.job), admitted, resumption)
         return Message(run.summary(resumption.received_tokens))

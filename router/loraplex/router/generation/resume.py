@@ -29,6 +29,7 @@ from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import merge_resume_keys, rotate_resume_keys, withdraw_resume_keys
 from loraplex.contracts.broker.messages import AdapterRef
 from loraplex.router.catalog.store_client import StoreClient
+from loraplex.router.quotas.usage import Facts
 from loraplex.router.request import Received, Request
 from loraplex.runtime.rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from loraplex.runtime.rpc.principal import calling_key
@@ -289,6 +290,16 @@ class Resumption:
     def received_tokens(self) -> int:
         """Return the number of tokens that the client has, of all choices."""
         return sum(len(received.token_ids) for received in self.received.values())
+
+    @property
+    def reserved(self) -> tuple[str, int]:
+        """Return the request's reservation, and the tokens that its client has."""
+        return self.payload.reservation, self.received_tokens
+
+    @property
+    def facts(self) -> Facts:
+        """Return what is known for the usage event."""
+        return Facts(cached_tokens=self.payload.began.cached_tokens)
 
     def is_complete(self, request: Request) -> bool:
         """Return whether the client has every token already, and lacks the Summary alone."""

@@ -14,9 +14,11 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from redis.exceptions import OutOfMemoryError
@@ -26,18 +28,19 @@ from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import is_key_account, key_account
 from loraplex.contracts.broker.ledger import (
     COUNTS,
+    Asked,
     Counts,
     Ledger,
     LedgerUnreadyError,
     QuotaReachedError,
     Reservation,
-    SendReserve,
 )
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
 from loraplex.contracts.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, default_model, plan_name
 from loraplex.contracts.plans import LOOK_S as PLANS_LOOK_S
 from loraplex.router.catalog.store_client import StoreChanges, StoreClient
+from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.outbox import redis_full
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.metrics import RouterMetrics
@@ -46,6 +49,8 @@ from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, Unavailab
 from loraplex.runtime.rpc.principal import calling_key, known_caller
 from loraplex.runtime.rpc.tasks import every
 from loraplex.runtime.telemetry.logging import LogOnce
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +215,11 @@ class CallBudget:
 
     reservation: Reservation
     quotas: Quotas
+    # Whose plans it must fit, and the limits that the ledger keeps in their accounts.
+    owners: Sequence[Owner] = ()
+    limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     # Output tokens that the client of a resumed request had, and input tokens that were charged before.
-    received: int = 0
+    received: int | None = None
     charged_input: int = 0
     jobs: list[RoutedJob] = field(default_factory=list)
     # Counts the output tokens that the client got, from the request's first one. None: it got nothing by now, as of a
@@ -222,6 +230,11 @@ class CallBudget:
     began_at: float = field(default_factory=time.monotonic)
     # Done once the ledger knows the end.
     end: asyncio.Future[None] | None = None
+
+    @property
+    def asked(self) -> Asked:
+        """Return what it asks the ledger for."""
+        return Asked(self.quotas.ledger, self.reservation, self.received, self.limits)
 
     def settle(self) -> asyncio.Future[None]:
         """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
@@ -248,7 +261,7 @@ class CallBudget:
         """Return the reservation with what is used of it by now, as it would stand if this router died."""
         if ended or self.delivered is not None:
             computed = [one for one in self.jobs if self._is_charged(one, ended=ended)]
-            prompts = sum(len(routed.job.prompt_ids) for routed in computed) + self.received
+            prompts = sum(len(routed.job.prompt_ids) for routed in computed) + (self.received or 0)
             used_input = self.charged_input + (prompts if computed else 0)
             self.reservation.use(min(used_input, self.reservation.input), self.delivered() if self.delivered else 0)
             self.reservation.facts = self.encoded_facts()
@@ -332,6 +345,21 @@ class Quotas:
             message, after_s = f"{named} has used its quota: {limit} is {most}", wait_ms / 1e3 + random.random()
         return Exhausted(f"{owner.name}/quotas/{limit}", message, retry_after_s=after_s, reason="QUOTA_EXCEEDED")
 
+    async def admit(
+        self, dispatcher: Dispatcher, job: Job, facts: Facts, resumed: tuple[str, int] | None
+    ) -> tuple[RoutedJob, CallBudget | None]:
+        """Dispatch a job with its reservation, which ends where the queue does not take the job; see `reserve`."""
+        answer = job.n * job.stopping.max_tokens
+        budget = self._budget(job.tenant, len(job.prompt_ids), answer, facts.of_job(job), resumed)
+        if budget is None:
+            return await dispatcher.dispatch(job), None
+        with self._asking(budget):
+            routed = await self._once_ready(lambda: dispatcher.dispatch(job, budget.asked))
+            assert routed.reservation is not None, "it was asked for"
+            self._grant(budget, routed.reservation)
+        budget.jobs.append(routed)
+        return routed, budget
+
     async def reserve(
         self,
         tenant: str,
@@ -340,59 +368,67 @@ class Quotas:
         *,
         facts: Facts = NO_FACTS,
         resumed: tuple[str, int] | None = None,
-        send: SendReserve | None = None,
     ) -> CallBudget | None:
         """Reserve tokens of prompts and answers for a call; None for a call without limits.
 
         `facts`: those known by now, for the usage event. `resumed`: the reservation's id and the tokens that the client
-        has. `send` sends the call with another; see Ledger.reserve. Raises Exhausted or Unavailable.
+        has. Raises Exhausted or Unavailable.
         """
-        owners = {owner.account: owner for owner in reversed(self._plans.owners(tenant, calling_key()))}
-        limits = {name: one for name in owners if (one := self._plans.limits_of(name))}
+        budget = self._budget(tenant, prompt_tokens, output_tokens, facts, resumed)
+        if budget is not None:
+            with self._asking(budget):
+                self._grant(budget, await self._once_ready(budget.asked.reserve))
+        return budget
+
+    def _budget(
+        self, tenant: str, prompt_tokens: int, output_tokens: int, facts: Facts, resumed: tuple[str, int] | None
+    ) -> CallBudget | None:
+        """Return a call's budget, which is not granted yet; None for a call without limits."""
+        owners = self._plans.owners(tenant, calling_key())
+        limits = {owner.account: one for owner in reversed(owners) if (one := self._plans.limits_of(owner.account))}
         call_facts = None
         if self._usage is not None:  # the ledger is where usage is counted
-            call_facts, limits = (
-                msgspec.structs.replace(facts, tenant=tenant, key=calling_key()),
-                {tenant: {}, **limits},
-            )
+            call_facts = msgspec.structs.replace(facts, tenant=tenant, key=calling_key())
+            limits = {tenant: {}, **limits}
         if not limits:
             return None
         reservation_id, received = resumed or ("", None)
         asked = Reservation(reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens)
-        budget = CallBudget(asked, self, received or 0, facts=call_facts)
+        budget = CallBudget(asked, self, owners, limits, received, facts=call_facts)
         asked.facts = budget.encoded_facts()
+        return budget
+
+    @contextmanager
+    def _asking(self, budget: CallBudget) -> Iterator[None]:
+        """Raise the ledger's errors as those of the call, whose budget ends unless the ledger refused it."""
         try:
             with self._metrics.reserve_time.time():
-                await self._reserve(budget, received, limits, send)
+                yield
         except QuotaReachedError as error:
-            alone = "the request alone is more"
-            raise self._refusal(owners[error.account], error.limit, alone, error.wait_ms) from error
+            owner = next(one for one in budget.owners if one.account == error.account)
+            raise self._refusal(owner, error.limit, "the request alone is more", error.wait_ms) from error
         except OutOfMemoryError as error:
             raise redis_full() from error
         except BaseException as error:
             # The ledger may hold the reservation though its answer was lost or not awaited.
-            budget.settle() if received is None else budget.leave()
+            budget.settle() if budget.received is None else budget.leave()
             if isinstance(error, REDIS_DOWN):
                 log.warning("the ledger does not answer: %r", error)
                 raise Unavailable("the ledger of quotas does not answer", reason="LEDGER_DOWN") from error
             raise
-        return budget
 
-    async def _reserve(
-        self,
-        budget: CallBudget,
-        received: int | None,
-        limits: Mapping[str, Mapping[str, int]],
-        send: SendReserve | None,
-    ) -> None:
-        while budget not in self._budgets:
+    async def _once_ready(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask the ledger, again once it is filled where it has lost data."""
+        while True:
             try:
-                budget.reservation = await self.ledger.reserve(budget.reservation, received, limits, send)
-                budget.charged_input = budget.reservation.used_input
-                self._budgets.add(budget)
+                return await ask()
             except LedgerUnreadyError:
                 if error := await asyncio.shield(self._round()):
                     raise error from None
+
+    def _grant(self, budget: CallBudget, reservation: Reservation) -> None:
+        budget.reservation, budget.charged_input = reservation, reservation.used_input
+        self._budgets.add(budget)
 
     def end(self, budget: CallBudget, linger_s: float = 0.0) -> None:
         """Tell the ledger until it has answered that a budget's call has ended, and then or later the budget itself."""
