@@ -152,6 +152,7 @@ def _process(dump: Mapping[str, Any]) -> Process:
     calls = {call: count for call, count in dump["windows"].get("request", {}).items() if count > idle[call]}
     program = str(Path(dump["argv"][0]).relative_to(ROOT)) if dump["argv"][0].startswith(str(ROOT)) else "client"
     program = program.removesuffix("/__main__.py").removesuffix(".py")
+    program = dump["argv"][1] if program == "loraplex" else program
     return Process(program.rpartition("loraplex/")[2].removeprefix("worker/"), calls, dump["forms"])
 
 
