@@ -85,7 +85,7 @@ def test_every_part_gives_its_figures_and_together_they_are_the_page(
     assert all(cases[f"{case}, longest silence"]["median"] > 0 for case in loops)
     page = (out / "gpu.md").read_text()
     assert "| decode, 64 rows, 64 adapters | ms/step |" in page
-    assert "| `lora_of_limit` | " in page
+    assert "- `lora_of_limit`: " in page
 
 
 def test_a_part_that_fails_or_takes_too_long_is_run_again_by_the_next_call(
