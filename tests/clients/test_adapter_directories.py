@@ -127,7 +127,10 @@ def says(error: Exception, directory: Path) -> str:
     return str(error).replace(str(directory), "DIR")
 
 
-@pytest.mark.parametrize("title", SERVED)
+# tests/worker/engine/gguf reads adapters of every kind.
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=pytest.mark.nightly) if title == "GGUF" else title for title in SERVED]
+)
 def test_the_answer_is_pefts(title: str, bases: Callable[[bool], Base], tmp_path: Path) -> None:
     directory, base = tmp_path / "adapter", bases(title in TIED)
     directory.mkdir()

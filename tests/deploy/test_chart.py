@@ -458,6 +458,8 @@ def test_a_model_that_changes_is_registered_by_another_job() -> None:
     assert job() != job(("models.base.quantize=int8",))
 
 
+# tests/deploy/test_cluster.py starts the parts as processes and adds workers; the scaler has its own tests.
+@pytest.mark.nightly
 async def test_the_laptop_example_starts_as_processes_and_answers_while_its_workers_change(tmp_path: Path) -> None:
     """The short form of `make rehearsal`."""
     cluster = Cluster(tmp_path)

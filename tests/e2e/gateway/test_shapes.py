@@ -18,7 +18,7 @@ from tests.shapes.recorded import recorded
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHAPES = recorded()
-SEED, CONVERSATIONS, TURNS, BODIES = 45, 60, 5, 400
+SEED, TURNS = 45, 5
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -95,7 +95,8 @@ AGENTS: tuple[tuple[str, str, Any, Say], ...] = (
 )
 
 
-async def test_agents_whose_answers_are_cut_anywhere_go_on(cluster: Cluster) -> None:
+@pytest.mark.parametrize("conversations", [24, pytest.param(60, marks=pytest.mark.nightly)])
+async def test_agents_whose_answers_are_cut_anywhere_go_on(cluster: Cluster, conversations: int) -> None:
     draw, calls = random.Random(SEED), list[int]()
 
     async def converse(number: int, lengths: list[int]) -> None:
@@ -112,14 +113,15 @@ async def test_agents_whose_answers_are_cut_anywhere_go_on(cluster: Cluster) -> 
             answer = await ask(cluster, shape.path, body)
             calls.append(go_on(body, answer))
 
-    drawn = [[draw.randint(1, 150) for _ in range(TURNS)] for _ in range(CONVERSATIONS)]
+    drawn = [[draw.randint(1, 150) for _ in range(TURNS)] for _ in range(conversations)]
     await asyncio.gather(*(converse(number, lengths) for number, lengths in enumerate(drawn)))
-    assert len(calls) == CONVERSATIONS * TURNS
+    assert len(calls) == conversations * TURNS
     assert sum(calls) > len(calls) / 2, "most answers that are cut are cut in a call"
 
 
-async def test_no_body_is_an_internal_error(cluster: Cluster) -> None:
-    answers = await fuzz_bodies(cluster, islice(changed_requests(random.Random(SEED)), BODIES))
+@pytest.mark.parametrize("bodies", [100, pytest.param(400, marks=pytest.mark.nightly)])
+async def test_no_body_is_an_internal_error(cluster: Cluster, bodies: int) -> None:
+    answers = await fuzz_bodies(cluster, islice(changed_requests(random.Random(SEED)), bodies))
     assert not answers.findings, "\n".join(answers.findings)
-    assert answers.statuses[200] > BODIES / 20
-    assert answers.statuses[400] > BODIES / 5
+    assert answers.statuses[200] > bodies / 20
+    assert answers.statuses[400] > bodies / 5

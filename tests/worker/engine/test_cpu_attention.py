@@ -21,20 +21,17 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 # The kernel is compiled for each number of heads and each width, for seconds, so each of these shapes shows several:
 # keys of sixteens alone, values of sixteens and an eight; keys of an eight and a four, values of a four and a two, as
-# latent attention of the other tests has. One query head for one of keys has eights alone, as many families there have.
-EIGHTS, LATENT = {"dim": 8, "value_dim": 8}, {"dim": 12, "value_dim": 6}
-SHAPES: dict[str, dict[str, Any]] = {
+# latent attention of the other tests has. All others have eights alone, as many families there have.
+EIGHTS: dict[str, Any] = {"dim": 8, "value_dim": 8}
+LATENT: dict[str, Any] = {"dim": 12, "value_dim": 6}
+SHAPES = {
     "values narrower than keys": {"dim": 80, "value_dim": 24},
     "7 heads, 1 for keys": LATENT,
     "14 heads, 2 for keys": LATENT,
-    "1 heads, 1 for keys": EIGHTS,
-    "3 heads, 3 for keys": EIGHTS,
-    "longer splits": EIGHTS,
-    "chunk edges, 1 heads": EIGHTS,
 }
 # The kernel has no code of its own for these: widths as above, and several query heads for one of keys as with 7.
 LIKE_OTHERS = {"dim 24", "dim 64", "dim 80", "6 heads, 1 for keys", "20 heads, 1 for keys", "chunk edges, 4 heads"}
-CASES = {name: replace(case, **SHAPES.get(name, {})) for name, case in cases() if name not in LIKE_OTHERS}
+CASES = {name: replace(case, **SHAPES.get(name, EIGHTS)) for name, case in cases() if name not in LIKE_OTHERS}
 # Maximum error relative to the largest output, of float32 sums of up to 80 products in a score: kernel and oracle add
 # in different orders, and the oracle's is the processor's. Measured: 6 eps.
 TOLERANCE = 80 * torch.finfo(torch.float32).eps
@@ -99,7 +96,7 @@ def test_company_changes_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_large_scores_do_not_overflow() -> None:
-    numbers = Numbers(Case(chunks=()), CPU, torch.float32)
+    numbers = Numbers(Case(**EIGHTS, chunks=()), CPU, torch.float32)
     numbers.query *= 1e4
     result = by_kernel(numbers)
     assert result.isfinite().all()
@@ -107,14 +104,14 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = Numbers(Case(chunks=((0, 9),)), CPU, torch.float32)
+    numbers = Numbers(Case(**EIGHTS, chunks=((0, 9),)), CPU, torch.float32)
     expected = by_kernel(numbers)
     monkeypatch.setattr("loraplex.kernels.threads._parallel", lambda: None)
     assert torch.equal(by_kernel(numbers), expected)
 
 
 def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
-    numbers = Numbers(Case(decodes=tuple(range(200, 264)), chunks=()), CPU, torch.float32)
+    numbers = Numbers(Case(**EIGHTS, decodes=tuple(range(200, 264)), chunks=()), CPU, torch.float32)
     plan: CpuPlan = cpu_plan(row_blocks(numbers.batch.rows, numbers.cache.block_size), numbers.cache)
     plan.attend(numbers.call(numbers.batch.tokens), numbers.cache)
     taken, threads = plan.counters.tolist()

@@ -195,6 +195,8 @@ def test_fused_linears_are_one_group_once_they_are_one_product(fused: bool) -> N
     torch.testing.assert_close(result[1], plain(x)[0][1], rtol=1e-4, atol=1e-4)
 
 
+# No engine of the CPU is in float16, of which a kernel is compiled here.
+@pytest.mark.nightly
 def test_a_float16_column_that_overflows_is_not_felt() -> None:
     layers = CpuLayers(pipe := Pipe().half().requires_grad_(False), LINEARS, 2, 8, torch.float16)
     for slot, scale in ((0, 6e4), (1, 0.1)):

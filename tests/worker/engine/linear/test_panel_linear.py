@@ -21,8 +21,9 @@ MAX_ROWS = 40
 # Kinds of weights with a kernel each, which is compiled for seconds.
 AT_NIGHT = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("int8 zeros", "int4")]
 QUANTIZED = ["int8", "int4 zeros", *AT_NIGHT]
-# Of products of bfloat16, which unpack both kinds of codes alike.
-IN_BFLOAT16 = ["bfloat16", "int4 zeros", pytest.param("int8", marks=pytest.mark.nightly), *AT_NIGHT]
+BFLOAT16, ZEROS, INT8 = (pytest.param(kind, marks=pytest.mark.nightly) for kind in ("bfloat16", "int4 zeros", "int8"))
+# Of products of bfloat16: codes are unpacked for tiles as for pairs of numbers.
+IN_TILES, IN_PAIRS = ["int4 zeros", BFLOAT16, INT8, *AT_NIGHT], ["bfloat16", ZEROS, INT8, *AT_NIGHT]
 
 
 def _linear(outputs: int, columns: int, kind: str, seed: int = 0) -> AnyLinear:
@@ -70,7 +71,7 @@ def test_products_are_those_of_the_weight(outputs: int, columns: int, kind: str)
 
 
 @pytest.mark.skipif(V != 16, reason="tiles have panels of 32 outputs")
-@pytest.mark.parametrize("kind", IN_BFLOAT16)
+@pytest.mark.parametrize("kind", IN_TILES)
 @pytest.mark.parametrize(("outputs", "columns"), [(33, 96), (100, 288), (5, 2304)])
 def test_products_of_tiles_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
     """The code for AMX, over tiles in memory."""
@@ -79,7 +80,7 @@ def test_products_of_tiles_are_those_of_the_weight(outputs: int, columns: int, k
 
 
 @pytest.mark.skipif(V != 16, reason="tiles have panels of 32 outputs")
-@pytest.mark.parametrize("kind", ["bfloat16", "int4 zeros"])
+@pytest.mark.parametrize("kind", [BFLOAT16, "int4 zeros"])
 def test_many_rows_have_the_bits_that_each_has_alone(kind: str) -> None:
     """More than tiles keep the sums of, of columns that are multiplied in parts."""
     linear = _linear(40, 1088, kind)
@@ -98,7 +99,7 @@ def test_instructions_of_tiles_are_assembled() -> None:
 
 
 @pytest.mark.skipif(bfloat16_products(16) != PAIRS, reason="no products of pairs of bfloat16 on this processor")
-@pytest.mark.parametrize("kind", IN_BFLOAT16)
+@pytest.mark.parametrize("kind", IN_PAIRS)
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 def test_products_of_pairs_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
     linear = _linear(outputs, columns, kind)
