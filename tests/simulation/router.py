@@ -265,7 +265,7 @@ class SimulatedRouter:
             self._follow_workers(),
             self.dispatcher.redispatch_missing(),
             *([every(LOOK_S, self.cells.look_at_drained, passing=REDIS_DOWN)] if len(names) > 1 else []),
-            every(STALLED_LOOK_S, self.generation.slow_clients.drop_stalled),
+            every(STALLED_LOOK_S, self.generation.drop_stalled),
             quotas.follow(),
         )
         self._following = [self.node.start(work) for work in for_ever]

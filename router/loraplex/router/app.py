@@ -295,7 +295,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
                 every(LOOK_S, models.look_at_store),
                 every(KEYS_S, resume_keys.look),
                 public.follow(),
-                every(STALLED_LOOK_S, generation.slow_clients.drop_stalled),
+                every(STALLED_LOOK_S, generation.drop_stalled),
                 *(
                     every(POLICY_LOOK_S, EvictionWatch(one, metrics.evicted_keys.inc).look, passing=REDIS_DOWN)
                     for one in servers.clients

@@ -21,8 +21,8 @@ from loraplex.router.dispatch.routed_job import (
     RoutedJob,
     check_transition,
 )
-from loraplex.router.generation.admission import Admitted
-from loraplex.router.generation.generation import Run
+from loraplex.router.generation.run import Run
+from loraplex.router.request import Request
 from loraplex.router.text.tokenizer import HashTokenizer
 from loraplex.runtime.rpc.errors import Internal
 from tests.router.recording_link import RecordingLink, job
@@ -160,10 +160,9 @@ async def test_a_frame_without_ids_is_no_first_token() -> None:
     assert (arrival.token_ids, routed.prompt_logprobs) == ((5,), OF_PROMPT)
     assert (routed.adapter_ms, routed.cached_tokens) == (7.0, 1)
     assert routed.first_token_at is not None
-    assert (
-        Run("f", routed, Admitted(routed.job, HashTokenizer())).began.ttft_s
-        == routed.first_token_at - routed.admitted_at
-    )
+    run = Run(Request("acme", (1, 2), "token_ids"), routed.job, HashTokenizer())
+    run.routed = routed
+    assert run.began.ttft_s == routed.first_token_at - routed.admitted_at
 
 
 def test_the_log_probabilities_of_a_long_prompt_keep_no_other_frame_waiting() -> None:

@@ -21,9 +21,9 @@ from loraplex.contracts.options import FinishReason
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import Frame
 from loraplex.router.dispatch.routed_job import READ_TOKENS, JobState, RoutedJob
-from loraplex.router.generation.admission import Admitted
 from loraplex.router.generation.generation import Generation
 from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, Resumption
+from loraplex.router.generation.run import Run
 from loraplex.router.quotas.quotas import CallBudget, Quotas
 from loraplex.router.request import Delta, Message, Received, Request, Summary
 from loraplex.router.text.tokenizer import SHORT_IDS, HashTokenizer
@@ -47,18 +47,19 @@ class Admission:
     async def side_of(self, request: Request) -> None:
         return None
 
-    async def admit(self, request: Request, deadline_s: float | None, side: None = None) -> Admitted:
+    async def admit(self, request: Request, deadline_s: float | None, side: None = None) -> Run:
         await asyncio.sleep(0)
         if self.refusals:
             raise self.refusals.pop()
         self.made += 1
         made = replace(job(), job_id=f"j{self.made}", tenant=request.tenant, request_id=request.request_id)
-        return Admitted(made, HashTokenizer())
+        return Run(request, made, HashTokenizer())
 
-    async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Admitted:
-        made = (await self.admit(request, deadline_s)).job
-        emitted = {choice: part.token_ids for choice, part in resumption.received.items()}
-        return Admitted(replace(made, emitted=emitted), HashTokenizer())
+    async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Run:
+        run = await self.admit(request, deadline_s)
+        run.job = replace(run.job, emitted={choice: part.token_ids for choice, part in resumption.received.items()})
+        run.resumption = resumption
+        return run
 
     async def run(self, tenant: str, ids: int, work: Callable[[], Any]) -> Any:
         """See PromptTokenizer."""

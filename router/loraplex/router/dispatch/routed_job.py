@@ -168,9 +168,13 @@ READ_TOKENS = 4_096
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """The call that reads a job; with an error it must stop."""
+    """The call that reads a job; with an error it must stop.
+
+    `waits_since`: when gRPC was given its last message; None: it asks for the next one.
+    """
 
     error: CallError | None = None
+    waits_since: float | None = None
 
 
 class RoutedJob:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,8 +32,9 @@ from loraplex.router.generation.chat_format import CallGrammar, call_grammar, ch
 from loraplex.router.generation.chat_reader import ChatFormat
 from loraplex.router.generation.resume import Resumption
 from loraplex.router.generation.rollouts import Side, choose_side
+from loraplex.router.generation.run import Run
 from loraplex.router.request import DEFAULT_MAX_TOKENS, Chat, EncodeRequest, PromptOptions, Request
-from loraplex.router.text.tokenizer import ModelTokenizer, PromptTokenizer, bad_word_ids, context_exceeded
+from loraplex.router.text.tokenizer import PromptTokenizer, bad_word_ids, context_exceeded
 from loraplex.runtime.rpc.errors import InvalidField, Unavailable
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.shares import FairThreads
@@ -128,21 +129,6 @@ class GrammarProofs:
         self._thread.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """An admitted request: its job, the tokenizer, and how to read the answer to a chat that is not text alone.
-
-    `filled` has the fields of sampling that the request left unset and the model has values for; `calls` what the
-    job's grammar has of the chat's tools.
-    """
-
-    job: Job
-    tokenizer: ModelTokenizer
-    chat_format: ChatFormat | None = None
-    filled: Mapping[str, Any] = field(default_factory=dict)
-    calls: CallGrammar = field(default_factory=CallGrammar)
-
-
 def unset_values(request: Request, config: GenerationConfig) -> dict[str, Any]:
     """Return a model's values for the fields of sampling that a request leaves unset.
 
@@ -187,7 +173,7 @@ class Admission:
             return replace(side, refusal_phrases=())
         return side
 
-    async def admit(self, request: Request, deadline_s: float | None, side: Side | None = None) -> Admitted:
+    async def admit(self, request: Request, deadline_s: float | None, side: Side | None = None) -> Run:
         """Admit a new request. Raises a CallError where it can't be served."""
         model, adapter = await self._resolve(request, side)
         workers = self.models.serving(model.manifest.name, model.manifest.digest)
@@ -198,34 +184,34 @@ class Admission:
         # Here alone: whoever goes on with the request has the values in its job, or in its resume token.
         filled = unset_values(request, model.generation_config)
         request = replace(request, sampling=replace(request.sampling, **filled))
-        admitted = replace(await self._admit(request, model, adapter, context, deadline_s), filled=filled)
-        if admitted.job.grammar:
-            admitted = await self._proven(request, model, admitted)
-        check_answer_size(request, len(admitted.job.prompt_ids), admitted.job.stopping.max_tokens)
+        run = await self._admit(request, model, adapter, context, deadline_s)
+        run.filled = filled
+        if run.job.grammar:
+            await self._prove(run, model)
+        check_answer_size(request, len(run.job.prompt_ids), run.job.stopping.max_tokens)
         if side is not None and side.shadow is not None and request.logprobs is None:
             # The two answers' log probabilities are compared.
-            admitted = replace(admitted, job=replace(admitted.job, logprobs=0))
-        return admitted
+            run.job = replace(run.job, logprobs=0)
+        return run
 
-    async def _proven(self, request: Request, model: ServedModel, admitted: Admitted) -> Admitted:
-        """Return a request with a grammar that compiles, for which tools that are not strict may lose their schemas.
+    async def _prove(self, run: Run, model: ServedModel) -> None:
+        """Give a request a grammar that compiles, for which tools that are not strict may lose their schemas.
 
         Raises InvalidField.
         """
+        request = run.request
         while True:
-            field, job = request.format_field or "chat.tools", admitted.job
             try:
-                await self._proofs.check(job.grammar, field, request.tenant, model.manifest)
+                field = request.format_field or "chat.tools"
+                return await self._proofs.check(run.job.grammar, field, request.tenant, model.manifest)
             except InvalidField as error:
                 if request.format_field or not isinstance(request.prompt, Chat):
                     raise
-                free = free_parts(request.prompt, admitted.calls.free, error)
-                _, calls = await self._formats(request, model, job.prompt_ids, free)
-                admitted = replace(admitted, job=replace(job, grammar=calls.text), calls=calls)
-            else:
-                return admitted
+                free = free_parts(request.prompt, run.calls.free, error)
+            _, run.calls = await self._formats(request, model, run.job.prompt_ids, free)
+            run.job = replace(run.job, grammar=run.calls.text)
 
-    async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Admitted:
+    async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Run:
         """Admit a request that goes on after the received tokens, with what it was resolved to at first.
 
         Raises a CallError where it can't be served any more.
@@ -235,8 +221,8 @@ class Admission:
         model = await self._as_adapted(model, request.tenant, payload.adapter)
         request = replace(request, sampling=replace(request.sampling, **payload.filled))
         context = model.manifest.context_length
-        admitted = await self._admit(request, model, payload.adapter, context, deadline_s, payload.free_parts)
-        job = replace(admitted.job, resumed=True, prompt_logprobs=None)
+        run = await self._admit(request, model, payload.adapter, context, deadline_s, payload.free_parts)
+        job = replace(run.job, resumed=True, prompt_logprobs=None)
         if unservable := self.models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
             raise unservable
         check = partial(_check_received, resumption, model.manifest.vocab_size)
@@ -247,7 +233,8 @@ class Admission:
             job = replace(
                 job, emitted=emitted, done=tuple(sorted(choice for choice, part in received if part.finished))
             )
-        return replace(admitted, job=job, filled=payload.filled)
+        run.job, run.filled, run.resumption = job, payload.filled, resumption
+        return run
 
     async def admit_texts(self, request: EncodeRequest) -> tuple[Sequence[Job], Classifier]:
         """Return the jobs of a request's inputs, in order, all of one revision, and the classifier that they ask for.
@@ -360,7 +347,7 @@ class Admission:
         context: int,
         deadline_s: float | None,
         free: Collection[str] = (),
-    ) -> Admitted:
+    ) -> Run:
         """Admit a request to the model and adapter that it was resolved to; `context`: maximum tokens of its job."""
         check_generates(model.manifest)
         prompt_ids = await self._tokenize(request, model)
@@ -394,7 +381,7 @@ class Admission:
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
             grammar=calls.text,
         )
-        return Admitted(job, model.tokenizer, answer_format, calls=calls)
+        return Run(request, job, model.tokenizer, answer_format, calls=calls)
 
     async def _tokenize(self, request: Request, model: ServedModel) -> tuple[int, ...]:
         prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
