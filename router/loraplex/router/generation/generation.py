@@ -145,25 +145,10 @@ class Generation:
             request = replace(request, request_id=secrets.token_hex(8))
         if not request.rendered_at_s:
             request = replace(request, rendered_at_s=time.time())
-        side = await self._admission.side_of(request) if resumption is None else None
-        answer = partial(self._messages, request, resumption, part_of)
-        messages = answer(side, deadline_s, on_admitted)
-        if side is not None and side.is_candidate:
-            messages = self._with_fallback(answer, side, request.tenant, deadline_s, on_admitted)
-        async with aclosing(messages):
-            async for message in messages:
-                yield message
-
-    async def _with_fallback(
-        self,
-        answer: Callable[[Side, float | None, OnAdmitted | None], AsyncGenerator[Message]],
-        side: Side,
-        tenant: str,
-        deadline_s: float | None,
-        on_admitted: OnAdmitted | None,
-    ) -> AsyncGenerator[Message]:
-        """Yield the messages of a candidate's answer, or of the live revision's where that fails before a token."""
-        ends_at, begun = time.monotonic() + (math.inf if deadline_s is None else deadline_s), False
+        sides = [await self._admission.side_of(request) if resumption is None else None]
+        if (candidate := sides[0]) and candidate.is_candidate:  # the live revision answers where it fails
+            sides.append(replace(candidate, resolved=candidate.live, is_candidate=False, is_counted=False))
+        ends_at, begun = time.monotonic() + (deadline_s or 0.0), False
 
         async def announce(not_enforced: Sequence[str]) -> None:
             nonlocal on_admitted
@@ -171,24 +156,21 @@ class Generation:
                 announced, on_admitted = on_admitted, None
                 await announced(not_enforced)
 
-        try:
-            async with aclosing(answer(side, deadline_s, announce)) as messages:
-                async for message in messages:
-                    begun = True
-                    yield message
-            return
-        except CallError as error:
-            if begun or self._draining or isinstance(error, NOT_OF_REVISIONS):
-                raise
-            log.warning("%s cannot answer, the live revision does: %s", side.release, error.message)
-        left_s = None if deadline_s is None else ends_at - time.monotonic()
-        live = replace(side, resolved=side.live, is_candidate=False, is_counted=False)
-        async with aclosing(answer(live, left_s, announce)) as messages:
-            async for message in messages:
-                if not begun and self.rollouts.takes(side, tenant):  # so it was not the request's fault
-                    self.rollouts.count_error(side)
-                begun = True
-                yield message
+        for side in sides:
+            left_s = None if deadline_s is None else ends_at - time.monotonic()
+            try:
+                async with aclosing(self._messages(request, resumption, part_of, side, left_s, announce)) as messages:
+                    async for message in messages:
+                        if side and not (begun or side.is_counted) and self.rollouts.takes(side, request.tenant):
+                            self.rollouts.count_error(side)  # of the candidate: it was not the request's fault
+                        begun = True
+                        yield message
+                return
+            except CallError as error:
+                if begun or side is sides[-1] or self._draining or isinstance(error, NOT_OF_REVISIONS):
+                    raise
+                release = side.release if side else ""
+                log.warning("%s cannot answer, the live revision does: %s", release, error.message)
 
     async def _messages(
         self,
@@ -197,13 +179,12 @@ class Generation:
         part_of: CallBudget | None,
         side: Side | None,
         deadline_s: float | None,
-        on_admitted: OnAdmitted | None,
+        on_admitted: OnAdmitted,
     ) -> AsyncGenerator[Message]:
         run, reader = await self._enter(request, resumption, part_of, side, deadline_s)
         try:
             run.routed.limit(deadline_s)
-            if on_admitted is not None:
-                await on_admitted(run.calls.not_enforced)
+            await on_admitted(run.calls.not_enforced)
             job = run.routed.job
             received = resumption.received if resumption else None
             make_answer = partial(Answer, request, run.tokenizer, run.routed, received, run.chat_format)

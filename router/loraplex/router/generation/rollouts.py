@@ -164,7 +164,7 @@ class Rollouts:
 
     def count_error(self, side: Side) -> None:
         """Count a request that the live revision answered, after the candidate had failed."""
-        self._side(side).add(Outcomes(requests=1, errors=1))
+        self._outcomes(side).candidate.add(Outcomes(requests=1, errors=1))
 
     def shadow(self, trial: Trial, live: RoutedJob, complete: Callable[[Job], Awaitable[RoutedJob]]) -> None:
         """Compute an answered request once more with the candidate, unless too many such run; never waits."""
