@@ -227,7 +227,7 @@ class Claims:
             return await self._scan(arguments)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.blpop(self._wake_lists, timeout=wait_s)
-            pipe.execute_command(*self._claim.prepare((self._keys.waiting,), arguments).command)
+            pipe.execute_command(*self._claim.command(self._keys.waiting, arguments))
             try:
                 _, answer = await pipe.execute()
             except ResponseError as error:

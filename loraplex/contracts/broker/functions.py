@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -37,6 +36,8 @@ REFUSED_S = 10.0
 CALLS_AT_ONCE = 64
 BYTES_AT_ONCE = 1 << 20
 _NOT_PERMITTED = "this user may not load them; a router of this version does, or its `loraplex redis acl --apply`"
+# The words of a call: FCALL, the function, the number of keys, the key, and arguments.
+Command = tuple[Any, ...]
 # Time on the monotonic clock at which a client's user was last refused to load functions.
 _refused_at: WeakKeyDictionary[Redis, float] = WeakKeyDictionary()
 
@@ -73,25 +74,6 @@ class FunctionsMissingError(RedisError):
         super().__init__(f"Redis has no functions of this version: {why}")
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCall:
-    """A call of a function, which may be sent with others; `command` is for pipelines."""
-
-    redis: Redis
-    library: Library
-    command: Sequence[Any]
-
-    async def send(self) -> Any:
-        """Send the call by itself; return its answer. Raises an error of broker.connection.REDIS_DOWN."""
-        try:
-            return await self.redis.execute_command(*self.command)  # type: ignore[no-untyped-call]  # theirs
-        except ResponseError as error:
-            if not is_missing(error):
-                raise
-        await load(self.redis, self.library, self.command[3])
-        return await self.redis.execute_command(*self.command)  # type: ignore[no-untyped-call]  # theirs
-
-
 class Function:
     """A function in Redis."""
 
@@ -100,13 +82,23 @@ class Function:
         self._library = library
         self._name = f"{library.name}_{name}"
 
-    def prepare(self, keys: Sequence[str], arguments: Sequence[Any]) -> PreparedCall:
-        """Return a call of the function."""
-        return PreparedCall(self._redis, self._library, ("FCALL", self._name, len(keys), *keys, *arguments))
+    def command(self, key: str, arguments: Sequence[Any]) -> Command:
+        """Return a call of the function, for pipelines."""
+        return "FCALL", self._name, 1, key, *arguments
+
+    async def send(self, command: Command) -> Any:
+        """Send a call by itself; return its answer. Raises an error of broker.connection.REDIS_DOWN."""
+        try:
+            return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]  # theirs
+        except ResponseError as error:
+            if not is_missing(error):
+                raise
+        await load(self._redis, self._library, command[3])
+        return await self._redis.execute_command(*command)  # type: ignore[no-untyped-call]  # theirs
 
     async def __call__(self, key: str, arguments: Sequence[Any]) -> Any:
         """Call the function. Raises an error of broker.connection.REDIS_DOWN."""
-        return await self.prepare((key,), arguments).send()
+        return await self.send(self.command(key, arguments))
 
 
 async def load(redis: Redis, library: Library, key: str = "") -> None:
@@ -138,14 +130,6 @@ def is_missing(error: object) -> bool:
     return isinstance(error, ResponseError) and "Function not found" in str(error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A call, and its answer or error."""
-
-    call: PreparedCall
-    answer: asyncio.Future[Any]
-
-
 class BatchedFunction:
     """A function whose calls share round trips: those that come while others are under way go together in the next one.
 
@@ -157,19 +141,20 @@ class BatchedFunction:
         self._redis = redis
         self._function = function
         self._key = key
-        self._waiting: deque[_Waiting] = deque()
+        # Calls, each with its answer or error.
+        self._waiting: deque[tuple[Command, asyncio.Future[Any]]] = deque()
         self._sending: asyncio.Task[None] | None = None
 
     async def __call__(self, arguments: Sequence[Any], key: str = "") -> Any:
         """Return the function's answer. Raises an error of broker.connection.REDIS_DOWN."""
-        call = self._function.prepare((key or self._key,), arguments)
+        call = self._function.command(key or self._key, arguments)
         if isinstance(self._redis, RedisCluster):  # its pipelines take no functions
-            return await call.send()
-        waiting = _Waiting(call, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+            return await self._function.send(call)
+        waiting: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((call, waiting))
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
-        answer = await waiting.answer
+        answer = await waiting
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -179,50 +164,46 @@ class BatchedFunction:
             while self._waiting:
                 batch = self._next_batch()
                 try:
-                    answers = await self._run([one.call for one in batch])
+                    answers = await self._run([call for call, _ in batch])
                 except Exception as error:
                     if isinstance(error, RedisTimeoutError):  # the others have waited as long
                         batch += self._waiting
                         self._waiting.clear()
                     answers = [error] * len(batch)
-                for one, answer in zip(batch, answers, strict=True):
-                    if not one.answer.done():
-                        one.answer.set_result(answer)
+                for (_, waiting), answer in zip(batch, answers, strict=True):
+                    if not waiting.done():
+                        waiting.set_result(answer)
         finally:
             self._sending = None
-            for one in self._waiting:  # only where this task is cancelled
-                one.answer.cancel()
+            for _, waiting in self._waiting:  # only where this task is cancelled
+                waiting.cancel()
 
-    def _next_batch(self) -> list[_Waiting]:
+    def _next_batch(self) -> list[tuple[Command, asyncio.Future[Any]]]:
         """Take the next calls, at least one; calls that nobody waits for any more are left out."""
-        batch: list[_Waiting] = []
+        batch: list[tuple[Command, asyncio.Future[Any]]] = []
         size = 0
         while self._waiting and len(batch) < CALLS_AT_ONCE and size < BYTES_AT_ONCE:
-            one = self._waiting.popleft()
-            if not one.answer.cancelled():
-                batch.append(one)
-                size += sum(len(part) for part in one.call.command if isinstance(part, bytes))
+            call, waiting = self._waiting.popleft()
+            if not waiting.cancelled():
+                batch.append((call, waiting))
+                size += sum(len(part) for part in call if isinstance(part, bytes))
         return batch
 
-    async def _run(self, calls: Sequence[PreparedCall]) -> list[Any]:
+    async def _run(self, calls: Sequence[Command]) -> list[Any]:
         """Return the calls' answers, some of which may be errors."""
         if len(calls) == 1:  # a pipeline costs this process a quarter more than a command
-            return [await calls[0].send()]
+            return [await self._function.send(calls[0])]
         async with self._redis.pipeline(transaction=False) as pipe:
             for call in calls:
-                pipe.execute_command(*call.command)
-            answers = await pipe.execute(raise_on_error=False)
+                pipe.execute_command(*call)
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
         for index, answer in enumerate(answers):
             if is_missing(answer):  # the server has lost its data
-                answers[index] = await _alone(calls[index])
-        return list(answers)
-
-
-async def _alone(call: PreparedCall) -> Any:
-    try:
-        return await call.send()
-    except Exception as error:
-        return error
+                try:
+                    answers[index] = await self._function.send(calls[index])
+                except Exception as error:
+                    answers[index] = error
+        return answers
 
 
 LIBRARY = Library(shipped_functions())

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from loraplex.contracts.broker import queue
-from loraplex.contracts.broker.functions import BatchedFunction, PreparedCall
+from loraplex.contracts.broker.functions import BatchedFunction, Command
 from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.ledger import Ledger
 from loraplex.contracts.broker.queue import (
@@ -45,8 +45,8 @@ class Gate:
         self.reached, self.open = asyncio.Event(), asyncio.Event()
         run = BatchedFunction._run
 
-        async def stopped(batched: BatchedFunction, calls: Sequence[PreparedCall]) -> list[Any]:
-            if not any(str(call.command[1]).endswith(script) for call in calls):
+        async def stopped(batched: BatchedFunction, calls: Sequence[Command]) -> list[Any]:
+            if not any(str(call[1]).endswith(script) for call in calls):
                 return await run(batched, calls)
             answers = await run(batched, calls) if answered else None
             self.reached.set()
