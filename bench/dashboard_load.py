@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from bench.local_cluster import serving_cluster
+from loraplex.admin.v1.plans_pb2 import Plan
 from loraplex.cli.local import ClusterSettings, LocalCluster
 from loraplex.cli.upload_tree import find_adapters
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
@@ -23,7 +24,7 @@ _EXAMPLES = Path(__file__).parents[1] / "examples"
 # Fewer slots than the examples have adapters, so that some are evicted; few rows, so that jobs wait.
 _WORKER_FLAGS = ("--adapter-slots", "2", "--rows", "6")
 # A tenant of the load test sends more than this.
-_PLANS = "[tenants.globex]\nrequests_per_minute = 20\n"
+_PLAN = Plan(name="tenants/globex", requests_per_minute=20)
 # Parts of the run after which a worker's engine is killed.
 _KILLS = (0.4, 0.7)
 
@@ -79,7 +80,6 @@ class LoadedCluster:
 @asynccontextmanager
 async def loaded_cluster(directory: Path, seconds: float) -> AsyncIterator[LoadedCluster]:
     """Run two routers, two workers and a gateway with the example's model and adapters."""
-    (directory / "plans.toml").write_text(_PLANS)
     settings = ClusterSettings(
         str(_EXAMPLES / "model"),
         workers=2,
@@ -88,9 +88,8 @@ async def loaded_cluster(directory: Path, seconds: float) -> AsyncIterator[Loade
         store_port=0,
         http_port=0,
         worker_flags=_WORKER_FLAGS,
-        store_flags=("--plans", str(directory / "plans.toml")),
     )
-    async with serving_cluster(settings) as cluster:
+    async with serving_cluster(settings, _PLAN) as cluster:
         for adapter in find_adapters(_EXAMPLES / "adapters").adapters:
             async with AsyncStoreClient(cluster.store, adapter.tenant) as store:
                 await store.push(adapter.directory, adapter.name)

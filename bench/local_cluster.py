@@ -9,7 +9,12 @@ import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
+
+from loraplex.admin.v1 import plans_pb2_grpc
+from loraplex.admin.v1.plans_pb2 import Plan, SetPlanRequest
 from loraplex.cli.local import ClusterSettings, LocalCluster
 from loraplex.cli.models import registered
 from loraplex.contracts.artifacts.base_model import read_base_model
@@ -21,14 +26,23 @@ _STOP_S = 20.0
 
 
 @asynccontextmanager
-async def serving_cluster(settings: ClusterSettings) -> AsyncIterator[LocalCluster]:
-    """Run a cluster whose base model is registered; yields it once it serves."""
+async def serving_cluster(settings: ClusterSettings, *plans: Plan) -> AsyncIterator[LocalCluster]:
+    """Run a cluster whose base model is registered, with plans; yields it once it serves."""
     async with LocalCluster(settings) as cluster:
         base = await asyncio.to_thread(read_base_model, settings.model, quantize=settings.quantize)
         async with AsyncStoreClient(cluster.store) as store:
             await store.register_model(registered(base), base.files)
+        async with grpc.aio.insecure_channel(cluster.store) as channel:
+            await set_plans(channel, *plans)
         await cluster.wait_serving()
         yield cluster
+
+
+async def set_plans(channel: grpc.aio.Channel, *plans: Plan, **call: Any) -> None:
+    """Set plans at a store."""
+    stub: plans_pb2_grpc.PlanServiceAsyncStub = plans_pb2_grpc.PlanServiceStub(channel)
+    for plan in plans:
+        await stub.SetPlan(SetPlanRequest(plan=plan), **call)
 
 
 @asynccontextmanager

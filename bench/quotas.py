@@ -24,6 +24,7 @@ import uvloop
 from bench.command import run_command
 from bench.local_cluster import serving_cluster
 from bench.report import Aim, Report, progress
+from loraplex.admin.v1.plans_pb2 import Plan
 from loraplex.cli.local import ClusterSettings, LocalCluster
 from loraplex_client import AsyncClient, LoraplexError, ResourceExhaustedError
 
@@ -193,7 +194,7 @@ def _events(directory: Path) -> int:
 @asynccontextmanager
 async def _cluster(directory: Path, setup: Setup) -> AsyncIterator[LocalCluster]:
     prompts = len(PROMPT) * setup.quota // setup.answer if setup.limit == "tokens_per_day" else 0
-    (directory / "plans.toml").write_text(f"[tenants.loud]\n{setup.limit} = {setup.quota + prompts}\n")
+    plan = Plan(name="tenants/loud", **{setup.limit: setup.quota + prompts})
     settings = ClusterSettings(
         MODEL,
         workers=2,
@@ -201,9 +202,8 @@ async def _cluster(directory: Path, setup: Setup) -> AsyncIterator[LocalCluster]
         port=0,
         store_port=0,
         router_flags=("--usage-file", str(directory / "usage.jsonl")),
-        store_flags=("--plans", str(directory / "plans.toml")),
     )
-    async with serving_cluster(settings) as cluster:
+    async with serving_cluster(settings, plan) as cluster:
         await asyncio.sleep(3.0)  # accounts are new until then
         yield cluster
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import grpc
 
+from bench.local_cluster import set_plans
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.admin.v1.plans_pb2 import Plan
 from loraplex.cli.credentials import make_credentials, make_first_key
 from loraplex.cli.local import FIRST_KEY, ClusterSettings, LocalCluster
 from loraplex.cli.models import registered
@@ -17,12 +19,9 @@ from loraplex_client import AsyncStoreClient, Tls
 
 TENANT = "bench"
 # Limits that the benchmark does not reach, of its tenant; its key has some too.
-_PLANS = f"""
-[tenants.{TENANT}]
-concurrent_streams = 100_000
-output_tokens_per_minute = 1_000_000_000_000
-tokens_per_month = 1_000_000_000_000
-"""
+_PLAN = Plan(
+    name=f"tenants/{TENANT}", concurrent_streams=100_000, output_tokens_per_minute=10**12, tokens_per_month=10**12
+)
 
 
 class SecuredCluster(LocalCluster):
@@ -31,14 +30,11 @@ class SecuredCluster(LocalCluster):
     def __init__(self, settings: ClusterSettings, directory: Path) -> None:
         make_credentials(directory)
         make_first_key(directory / FIRST_KEY)
-        (directory / "plans.toml").write_text(_PLANS)
-        plans = ("--plans", str(directory / "plans.toml"))
         usage = ("--usage-file", str(directory / "usage.jsonl"))
         super().__init__(
             replace(
                 settings,
                 credentials=directory,
-                store_flags=(*settings.store_flags, *plans),
                 router_flags=(*settings.router_flags, *usage),
             )
         )
@@ -55,6 +51,7 @@ class SecuredCluster(LocalCluster):
         async with grpc.aio.secure_channel(self.operators, credentials) as channel:
             stub: keys_pb2_grpc.KeyServiceAsyncStub = keys_pb2_grpc.KeyServiceStub(channel)
             metadata = (("authorization", f"Bearer {first}"),)
+            await set_plans(channel, _PLAN, metadata=metadata)
             made = await stub.CreateKey(keys_pb2.CreateKeyRequest(tenant=TENANT), metadata=metadata)
         await self.wait_serving()
         return made.api_key

@@ -1,15 +1,37 @@
-"""A router's plans out of a file, without a store that reads it."""
+"""Plans as the text of a TOML file: [default], [tenants.NAME] and [keys.KEYID], without a store or at one."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
-from loraplex.contracts.plans import PlansFile
+import grpc
+
+from loraplex.admin.v1 import plans_pb2, plans_pb2_grpc
+from loraplex.contracts.plans import DEFAULT, Plan, make_plan
 from loraplex.router.quotas.quotas import Plans
 
 
+def read_plans(text: str) -> dict[str, Plan]:
+    """Return plans by name."""
+    tables = tomllib.loads(text)
+    named = {DEFAULT: tables.pop(DEFAULT, {})}
+    named |= {f"{kind}/{name}": table for kind, of_kind in tables.items() for name, table in of_kind.items()}
+    return {name: make_plan(name, table) for name, table in named.items()}
+
+
 def plans_in(path: Path) -> Plans:
-    """Return the plans of a file."""
+    """Return a router's plans, out of a file."""
     plans = Plans()
-    plans.put(PlansFile(path).content)
+    plans.put(read_plans(path.read_text()))
     return plans
+
+
+async def set_plans(store: str, text: str) -> None:
+    """Set plans at the store of this address, which takes calls without credentials."""
+    async with grpc.aio.insecure_channel(store) as channel:
+        stub: plans_pb2_grpc.PlanServiceAsyncStub = plans_pb2_grpc.PlanServiceStub(channel)
+        for kind, tables in tomllib.loads(text).items():
+            for name, limits in {kind: tables}.items() if kind == DEFAULT else tables.items():
+                plan = plans_pb2.Plan(name=name if kind == DEFAULT else f"{kind}/{name}", **limits)
+                await stub.SetPlan(plans_pb2.SetPlanRequest(plan=plan))

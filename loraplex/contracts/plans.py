@@ -1,41 +1,25 @@
-"""Plans: what tenants and API keys may use, and the file that has them; docs/guides/quotas.md explains the fields.
-
-[default]                           # tenants without a table of their own
-requests_per_minute = 60
-[tenants.acme]
-tokens_per_day = 2_000_000
-[keys.0123456789abcdef]             # an API key: within its tenant's plan
-requests_per_minute = 10
+"""Plans: what tenants and API keys may use; docs/guides/quotas.md explains the fields.
 
 A plan's name is `default`, `tenants/acme` or `keys/0123456789abcdef`.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.names import check_base_name
-from loraplex.runtime.files import FollowedFiles
 from loraplex.runtime.rpc.errors import InvalidField
 
-# Interval in seconds between looks at the file: a change holds within a second.
+# Interval in seconds between a router's looks for changes: one holds within a second.
 LOOK_S = 0.5
-# Maximum number of plans that a record of the audit log names.
-PLANS_NAMED = 100
 DEFAULT = "default"
 # Lowest priority that a request can have, and so the lowest ceiling; other limits begin at 0.
 _LEAST_PRIORITY = -100
 # Maximum value of a limit that is a whole number: Redis's scripts count exactly up to 2^53, with several added up.
 _MOST = (1 << 50) - 1
-
-
-class PlansError(Exception):
-    """A plans file that cannot be read; the message is one line that names the table and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +60,6 @@ REAL_FIELDS = frozenset({"queue_share", "weight"})
 NAME_FIELDS = frozenset({"default_model"})
 # Minimum and maximum weight of a tenant or a key: what is counted in tokens over the weight stays exact.
 WEIGHTS = (0.001, 1_000.0)
-Plans = Mapping[str, Plan]
 
 
 def plan_name(tenant: str = "", key_id: str = "") -> str:
@@ -117,40 +100,3 @@ def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
             if not isinstance(value, int) or not least <= value <= _MOST:
                 raise InvalidField(path, f"{value} is not a whole number from {least} to {_MOST}")
     return Plan(**values)
-
-
-class PlansFile(FollowedFiles[Plans]):
-    """A file with plans. Raises PlansError."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"--plans {path}", [path], lambda: _read(path), PlansError)
-
-
-def _read(path: Path) -> Plans:
-    try:
-        return _plans_of(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PlansError(f"--plans {path}: no TOML: {error}") from error
-    except PlansError as error:
-        raise PlansError(f"--plans {path}: {error}") from error
-
-
-def _plans_of(tables: Mapping[str, Any]) -> Plans:
-    if unknown := sorted(set(tables) - {DEFAULT, "tenants", "keys"}):
-        raise PlansError(f"{unknown[0]}: write [default], [tenants.NAME] or [keys.KEYID]")
-    plans = {DEFAULT: _plan(DEFAULT, tables.get(DEFAULT, {}))}
-    for kind, what in (("tenants", "NAME"), ("keys", "KEYID")):
-        named = tables.get(kind, {})
-        if not isinstance(named, dict):
-            raise PlansError(f"{kind}: write [{kind}.{what}]")
-        plans |= {f"{kind}/{one}": _plan(f"{kind}.{one}", named[one]) for one in named}
-    return plans
-
-
-def _plan(where: str, table: Any) -> Plan:
-    if not isinstance(table, dict):
-        raise PlansError(f"{where}: write [{where}]")
-    try:
-        return make_plan(where, table)
-    except InvalidField as error:
-        raise PlansError(error.message) from error

@@ -187,21 +187,3 @@ async def test_a_quota_s_refusal_keeps_the_files_of_deleted_adapters(plans: Any,
     store._receiver._open_uploads._shares = Shares(0)
     assert await code_of(ready.upload("b", FILES, "globex")) == "RESOURCE_EXHAUSTED"
     assert (await ready.download(revision))[1] == FILES
-
-
-async def test_a_file_takes_the_place_of_the_catalogs_plans(store_settings: StoreSettings, tmp_path: Path) -> None:
-    path, write = tmp_path / "plans.toml", (tmp_path / "plans.toml").write_text
-    write("[tenants.acme]\nadapters = 1\n")
-    store = Store(replace(store_settings, plans=str(path)))
-    await store.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
-        plans: Any = plans_pb2_grpc.PlanServiceStub(channel)
-        assert (await plans.GetPlan(pb.GetPlanRequest(name="tenants/acme"))).plan.adapters == 1
-        assert await code_of(set_plan(plans, "tenants/acme", adapters=2)) == "FAILED_PRECONDITION"
-        first = await plans.ListPlanChanges(pb.ListPlanChangesRequest())
-        write("[tenants.acme]\nadapters = 20\n")
-        assert store._plans.look() == ["tenants/acme"]
-        changes = await plans.ListPlanChanges(pb.ListPlanChangesRequest(epoch=first.epoch, after=first.latest))
-        assert changes.epoch != first.epoch
-        assert {one.name for one in changes.plans} == {"default", "tenants/acme"}
-    await store.stop(drain_s=0)

@@ -26,6 +26,7 @@ from tests.chaos.links import Link
 from tests.chaos.plan import ADAPTERS, MODEL, MODEL_NAME, TENANTS
 from tests.chaos.valkeys import Valkeys
 from tests.faulty_store import FaultyStore
+from tests.plans_file import set_plans
 
 ROUTERS = 2
 WORKERS = 4
@@ -59,8 +60,9 @@ class Links:
 class ChaosCluster(LocalCluster):
     """A LocalCluster whose routers and workers are spawned behind links; `links` by process, `doors` by router."""
 
-    def __init__(self, settings: ClusterSettings, valkeys: Valkeys, store: FaultyStore) -> None:
+    def __init__(self, settings: ClusterSettings, valkeys: Valkeys, store: FaultyStore, *, has_plans: bool) -> None:
         super().__init__(settings)
+        self._has_plans = has_plans
         self.valkeys = valkeys
         self.faulty_store = store
         self.links: dict[str, Links] = {}
@@ -81,7 +83,7 @@ class ChaosCluster(LocalCluster):
             environ["grpc_proxy"] = f"http://{links.grpc.address}"
             if room == "worker":
                 argv = [*argv, "--worker-id", name]
-            elif self.settings.store_flags and "--usage-file" not in argv:
+            elif self._has_plans and "--usage-file" not in argv:
                 argv = [*argv, "--usage-file", str(self.usage_file(name))]
         await super()._spawn(name, argv, environ)
 
@@ -197,7 +199,6 @@ async def list_workers(router: str) -> dict[str, cluster_pb2.Worker]:
 async def chaos_cluster(directory: Path, plans: str = "") -> AsyncIterator[tuple[ChaosCluster, list[Revision]]]:
     """The cluster, serving, and what its tenants may ask for: three adapters each, and the base model."""
     await asyncio.to_thread(directory.mkdir, exist_ok=True)
-    await asyncio.to_thread((directory / "plans.toml").write_text, plans)
     async with _faulty_store() as (store, store_address), Valkeys() as valkeys:
         settings = ClusterSettings(
             MODEL,
@@ -209,14 +210,14 @@ async def chaos_cluster(directory: Path, plans: str = "") -> AsyncIterator[tuple
             redis_url=f"unix://{valkeys.primary.socket}",
             worker_flags=("--store", store_address, *_WORKER_FLAGS),
             router_flags=_ROUTER_FLAGS,
-            store_flags=("--plans", str(directory / "plans.toml")) if plans else (),
         )
-        cluster = ChaosCluster(settings, valkeys, store)
+        cluster = ChaosCluster(settings, valkeys, store, has_plans=bool(plans))
         try:
             async with cluster:
                 store.target = cluster.store
                 await cluster.open_doors()
                 await register_model(cluster.store)
+                await set_plans(cluster.store, plans)
                 revisions = [await cluster.push(tenant, name) for tenant in TENANTS for name in ADAPTERS]
                 await cluster.wait_serving()
                 yield cluster, [*revisions, Revision(TENANTS[0])]

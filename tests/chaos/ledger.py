@@ -67,7 +67,7 @@ def draw_quotas(plan: Plan) -> list[Quota]:
 
 
 def draw_plans(plan: Plan) -> str:
-    """Return a plans file in which the busy tenants have some limits, which their requests keep to."""
+    """Return plans, as TOML, in which the busy tenants have some limits, which their requests keep to."""
     chance = random.Random(f"plans {plan.seed}")
     lines = ["[default]", f"tokens_per_day = {DEFAULT_QUOTA}"]
     for tenant in _OWN:

@@ -19,6 +19,7 @@ from loraplex.contracts.broker.keys import Keys
 from loraplex_client import AsyncClient, Generation, ResourceExhaustedError
 from tests.e2e.conftest import TENANT, Cluster, jobs, running_cluster, write_hash_adapters
 from tests.e2e.test_worker_loss import MODEL, ask
+from tests.plans_file import set_plans
 from tests.valkey_server import ValkeyServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -92,7 +93,6 @@ class Cells:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cells(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cells]:
     directory = tmp_path_factory.mktemp("cells")
-    (plans := directory / "plans.toml").write_text(f"[tenants.limited]\ntokens_per_day = {QUOTA * (1 + TOKENS)}\n")
     main, second = ValkeyServer(tmp_path_factory.mktemp("m")), ValkeyServer(tmp_path_factory.mktemp("s"))
     await asyncio.gather(main.start(), second.start())
     async with running_cluster(
@@ -101,11 +101,11 @@ async def cells(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cells
         write_hash_adapters(directory / "adapters"),
         workers=4,
         worker_flags=("--rows", str(ROWS)),
-        store_flags=("--plans", str(plans)),
         router_flags=("--cells", f"main second={second.url}"),
         redis_url=main.url,
         launch=lambda settings: TwoCells(settings, second),
     ) as cluster:
+        await set_plans(cluster.local.store, f"[tenants.limited]\ntokens_per_day = {QUOTA * (1 + TOKENS)}\n")
         yield Cells(cluster, main, second)
     await asyncio.gather(main.kill(), second.kill())
 
@@ -121,6 +121,15 @@ async def test_a_quota_is_of_both_cells(cells: Cells, eventually: Eventually) ->
     """Tokens are reserved on the main cell's server, together with the jobs of that cell alone."""
     await eventually(cells.both_serve)
     async with AsyncClient(cells.cluster.local.router, "limited") as client:
+
+        async def is_limited() -> bool:
+            try:
+                await client.generate("x", max_tokens=QUOTA * (1 + TOKENS))
+            except ResourceExhaustedError:
+                return True
+            return False
+
+        await eventually(is_limited)
         calls = (client.generate("x", max_tokens=TOKENS, seed=number) for number in range(QUOTA + 4))
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(one) for one in ended if isinstance(one, Exception)] == [ResourceExhaustedError] * 4

@@ -11,6 +11,7 @@ from loraplex.contracts.options import StoppingParams
 from loraplex_client import AsyncClient
 from tests.e2e.conftest import StartCluster
 from tests.hash_oracle import expected_ids
+from tests.plans_file import set_plans
 from tests.valkey_cluster import ValkeyCluster
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
@@ -18,8 +19,6 @@ CALLERS = 8
 
 
 async def test_every_call_is_answered_while_slots_move(start_cluster: StartCluster, tmp_path: Path) -> None:
-    plans = tmp_path / "plans.toml"
-    plans.write_text("[default]\nrequests_per_minute = 100000\n")
     with tempfile.TemporaryDirectory(prefix="lp-") as directory:
         async with (
             ValkeyCluster(Path(directory)) as valkeys,
@@ -28,9 +27,9 @@ async def test_every_call_is_answered_while_slots_move(start_cluster: StartClust
                 {},
                 redis_url=valkeys.url,
                 router_flags=("--usage-file", str(tmp_path / "usage")),
-                store_flags=("--plans", str(plans)),
             ) as cluster,
         ):
+            await set_plans(cluster.local.store, "[default]\nrequests_per_minute = 100000\n")
             answers, more = 0, asyncio.Condition()
 
             async def call(number: int, client: AsyncClient) -> None:

@@ -12,7 +12,6 @@ from loraplex.adapter_store.app import BootstrapKeyError, StoreSettings, serve
 from loraplex.adapter_store.signers import SignersError
 from loraplex.adapter_store.storage import DataDirectoryError
 from loraplex.adapter_store.webhooks import WebhooksError
-from loraplex.contracts.plans import PlansError
 from loraplex.runtime.rpc.server import PortInUse
 from loraplex.runtime.rpc.settings import SettingsError, read_settings
 from loraplex.runtime.telemetry.logging import set_up_logging
@@ -25,7 +24,6 @@ STOPPING = (
     BootstrapKeyError,
     DataDirectoryError,
     AuditFileError,
-    PlansError,
     SignersError,
     WebhooksError,
     MetricsPortError,

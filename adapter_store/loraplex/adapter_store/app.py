@@ -38,8 +38,6 @@ from loraplex.adapter_store.storage import DataDirectory
 from loraplex.adapter_store.webhooks import Webhooks, read_webhooks
 from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 from loraplex.contracts.artifacts.fitness import FitnessLimits
-from loraplex.contracts.plans import LOOK_S as PLANS_LOOK_S
-from loraplex.contracts.plans import PLANS_NAMED
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.interceptors import CallMeter
 from loraplex.runtime.rpc.principal import Principal
@@ -109,10 +107,6 @@ class StoreSettings(AccessSettings):
         "maximum mean divergence in nats on drawn prompts, on a quantized base", 0.2, least=0
     )
     fitness_breach: str = setting("what routers do with adapters beyond the fitness limits: refuse or warn", REFUSE)
-    plans: str = setting(
-        "TOML file of plans, reread when it changes (docs/guides/quotas.md); empty: those of `loraplex plans`",
-        "",
-    )
     sources: str = setting(
         "TOML file of sources that tenants may import from, reread when it changes (docs/guides/adapters.md)",
         "",
@@ -173,7 +167,7 @@ class Store:
     async def start(self) -> None:
         """Open the data, listen, serve.
 
-        Raises DataDirectoryError, PlansError, SettingsError, SignersError, WebhooksError, AuditFileError or PortInUse,
+        Raises DataDirectoryError, SettingsError, SignersError, WebhooksError, AuditFileError or PortInUse,
         and leaves nothing open.
         """
         await asyncio.to_thread(self._open)
@@ -272,7 +266,6 @@ class Store:
     async def _follow(self) -> None:
         looks = [
             every(WINDOW_S, self._auditor.flush),
-            every(PLANS_LOOK_S, self._look_at_plans),
             every(RELEASES_LOOK_S, self._releases.look),
             every(EXPIRY_S, self._remove_expired),
             self._webhooks.follow(),
@@ -298,11 +291,6 @@ class Store:
         except CallError as error:  # the disk is full
             log.warning("revisions whose time has passed are not removed: %s", error)
 
-    def _look_at_plans(self) -> None:
-        """Read the plans file again if it has changed."""
-        if changed := self._plans.look():
-            self._auditor.record("plans file", file=self._settings.plans, plans=changed[:PLANS_NAMED])
-
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings
         limits = FitnessLimits(settings.fitness_min_agreement, settings.fitness_max_kl, settings.fitness_max_drop)
@@ -316,7 +304,7 @@ class Store:
             self._database = opened.enter_context(closing(self._open_database()))
             self.metrics.catalog_age.set_function(self._database.age_s)
             self._read_keys()
-            self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
+            self._plans = StoredPlans(self._database)
             self._share_catalog()
             self._signers = read_signers(Path(path)) if (path := self._settings.signers) else Signers({})
             webhooks = read_webhooks(Path(path)) if (path := self._settings.webhooks) else []

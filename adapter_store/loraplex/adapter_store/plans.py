@@ -1,7 +1,4 @@
-"""The plans of tenants and API keys, in the catalog or in a file, and the quotas of them that the store checks.
-
-A store that is started with a file has the plans of the file alone; routers get either from the store.
-"""
+"""The plans of tenants and API keys in the catalog, and the quotas of them that the store checks."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,18 +22,8 @@ from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
-from loraplex.contracts.plans import (
-    DEFAULT,
-    FIELDS,
-    UNLIMITED,
-    Plan,
-    Plans,
-    PlansFile,
-    default_model,
-    make_plan,
-    plan_name,
-)
-from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
+from loraplex.contracts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, default_model, make_plan, plan_name
+from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, NotFound
 from loraplex.runtime.rpc.principal import caller
 
 log = logging.getLogger(__name__)
@@ -84,31 +70,15 @@ class StoredPlans:
     Changes are numbered within an epoch: with another one, readers begin anew.
     """
 
-    def __init__(self, database: Database, path: Path | None = None) -> None:
-        """Use the catalog, or the file if there is one. Raises PlansError."""
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._file = None if path is None else PlansFile(path)
-        self._plans: dict[str, NamedPlan] = {}
-        if self._file is not None:
-            self._take_file(self._file.content)
-            return
         self.reload()
 
     def reload(self) -> None:
         """Read the catalog's plans, which another store may have changed; readers begin anew."""
-        if self._file is None:
-            self.epoch = secrets.token_hex(8)
-            with self._database.reading() as rows:
-                self._plans = {row["name"]: _to_plan(row) for row in rows.execute("SELECT * FROM plans")}
-
-    def look(self) -> list[str]:
-        """Read the file again if it has changed; return the names of the plans that are others now."""
-        former = {} if self._file is None else self._file.content
-        if self._file is None or not self._file.look():
-            return []
-        plans = self._file.content
-        self._take_file(plans)
-        return sorted(name for name in former.keys() | plans.keys() if former.get(name) != plans.get(name))
+        self.epoch = secrets.token_hex(8)
+        with self._database.reading() as rows:
+            self._plans = {row["name"]: _to_plan(row) for row in rows.execute("SELECT * FROM plans")}
 
     def of(self, tenant: str) -> Plan:
         """Return a tenant's plan. The shared adapters are the operators': the default plan does not limit them."""
@@ -146,7 +116,7 @@ class StoredPlans:
         return sorted(later, key=attrgetter("change"))[:limit]
 
     def set(self, name: str, plan: Plan, etag: str) -> NamedPlan:
-        """Replace a plan or make it. Raises Aborted on a stale etag, and Mismatch where plans are in a file."""
+        """Replace a plan or make it. Raises Aborted on a stale etag."""
         return self._write(name, plan, etag)
 
     def delete(self, name: str, etag: str) -> None:
@@ -158,9 +128,7 @@ class StoredPlans:
         return [name for name in names if name in self._plans]
 
     def purge(self, names: Iterable[str]) -> list[str]:
-        """Forget plans, deleted ones too; returns their names. Readers begin anew. A file's plans stay."""
-        if self._file is not None:
-            return []
+        """Forget plans, deleted ones too; returns their names. Readers begin anew."""
         with self._database.lock:
             gone = self.existing(names)
             with self._database.transaction() as rows:
@@ -170,13 +138,7 @@ class StoredPlans:
                 self.epoch = secrets.token_hex(8)
         return gone
 
-    def _take_file(self, plans: Plans) -> None:
-        self._plans = {name: NamedPlan(name, plan, at) for at, (name, plan) in enumerate(plans.items(), start=1)}
-        self.epoch = secrets.token_hex(8)
-
     def _write(self, name: str, plan: Plan | None, etag: str) -> NamedPlan:
-        if self._file is not None:
-            raise Mismatch("plans", "they are in the file of the store's --plans; change it", reason="PLANS_IN_FILE")
         values = None if plan is None else json.dumps({k: v for k, v in asdict(plan).items() if v is not None})
         with self._database.lock:
             stored = self._plans.get(name)

@@ -20,7 +20,7 @@ from loraplex.cli.terminal import Activity, CommandError, message_values, print_
 from loraplex.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.names import check_base_name
-from loraplex.contracts.plans import FIELDS, NAME_FIELDS, REAL_FIELDS, PlansError, PlansFile
+from loraplex.contracts.plans import FIELDS, NAME_FIELDS, REAL_FIELDS
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
@@ -34,15 +34,6 @@ KeysDirOption = Annotated[
     Path, typer.Option("--keys-dir", metavar="DIR", help="Directory of new keys, TENANT-LABEL.key.")
 ]
 tenants = typer.Typer(no_args_is_help=True, help="List, set up and remove tenants. For operators.")
-
-
-def check_plans(path: Path | None) -> None:
-    """Raise CommandError where a plans file has a fault."""
-    try:
-        if path is not None:
-            PlansFile(path)
-    except PlansError as error:
-        raise CommandError(str(error)) from error
 
 
 @plans.command("list")

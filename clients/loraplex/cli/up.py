@@ -77,10 +77,6 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory for adapters, caches and logs; default: temporary.")
     ] = None,
-    plans: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Plans of tenants and API keys (docs/guides/quotas.md), reread on a change."),
-    ] = None,
     secured: Annotated[
         Path | None,
         typer.Option(
@@ -113,7 +109,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from loraplex.cli.launch import LaunchPlan, check_engine_protocol, launch
     from loraplex.cli.local import ClusterSettings
     from loraplex.cli.models import check_quantization, read_model
-    from loraplex.cli.tenants import check_plans, read_tenants
+    from loraplex.cli.tenants import read_tenants
     from loraplex.cli.upload_tree import AdapterTree, find_adapters
 
     os.umask(0o077)  # what it writes is for its own user
@@ -125,7 +121,6 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     check_quantization(quantize, device)
     tree = AdapterTree() if adapters is None else find_adapters(adapters)
     sizes = {"--rows": rows, "--max-rank": max_rank, "--adapter-slots": adapter_slots, "--kv-blocks": kv_blocks}
-    check_plans(plans)
     engine = {
         "--engine-protocol": engine_protocol,
         "--engine-tenant": engine_tenant,
@@ -134,8 +129,6 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     check_engine_protocol(engine_protocol)
     if tenants is not None and secured is None:
         raise CommandError("--tenants: give --secured DIR too; without credentials any caller may name any tenant")
-    if plans is not None and tenants is not None:
-        raise CommandError("--plans, --tenants: give one of them; a file of tenants has their plans")
     specs = () if tenants is None else tuple(read_tenants(tenants))
     if secured is not None:
         use_credentials(secured)
@@ -160,7 +153,6 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
             *("--processes", str(router_processes)),
             *(word for pair in engine.items() for word in pair if engine_protocol),
         ),
-        store_flags=() if plans is None else ("--plans", str(plans)),
     )
     shown = demo or once
     asked = read_questions(adapters) if shown else ()
