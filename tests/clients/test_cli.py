@@ -565,13 +565,6 @@ def test_a_worker_process_that_computes_says_what_is_wrong_in_one_line() -> None
     with pytest.raises(CommandError, match="model: /nowhere is not a directory") as caught:
         ask_worker("certify", {"model": "/nowhere", "quantized": "int8", "adapter": "a"})
     assert caught.value.exit_code == 2
-    # Where only the command is installed.
-    without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('loraplex.worker', run_name='__main__')"
-    flags = ["--model=examples/model", "--quantized=int8", "--text=a"]
-    done = subprocess.run(
-        [sys.executable, "-c", without, "report", *flags], capture_output=True, text=True, check=False
-    )
-    assert_refused(Done(done.returncode, done.stdout, done.stderr), "torch is not installed", "loraplex[worker]")
 
 
 @pytest.mark.model

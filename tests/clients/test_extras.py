@@ -24,6 +24,8 @@ main()
     [
         ("starlette", ["gateway", "--port", "0"], "gateway"),
         ("kopf", ["operator", "--namespaces", "llm"], "operator"),
+        ("torch", ["worker", "report", "--model=examples/model", "--quantized=int8", "--text=a"], "worker"),
+        ("torch", ["worker", "plan", "--model=examples/model", "--tensor-parallel=2"], "worker"),
         ("typer", ["adapters", "list"], "cli"),
     ],
 )

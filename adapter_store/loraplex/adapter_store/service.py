@@ -118,7 +118,7 @@ class WorkerGrants:
             raise
 
 
-class Transfers(Protocol):
+class TransferCalls(Protocol):
     """Imports and exports, which are at the edge: loraplex.transfers. Both raise errors of a call."""
 
     def imported(
@@ -143,7 +143,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         fitness: FitnessPolicy,
         grants: Grants,
         metrics: StoreMetrics,
-        transfers: Transfers,
+        transfers: TransferCalls,
         worker_grants: WorkerGrants | None = None,
     ) -> None:
         self._metrics = metrics

@@ -30,15 +30,8 @@ _VERSION = 1
 
 def worker_command(command: str, flags: Mapping[str, object], *words: str) -> list[str]:
     """Return `loraplex worker COMMAND --flag=value ...`."""
-    return [
-        sys.executable,
-        "-P",
-        "-m",
-        "loraplex.worker",
-        command,
-        *(f"--{name}={flags[name]}" for name in flags),
-        *words,
-    ]
+    words = (command, *(f"--{name}={flags[name]}" for name in flags), *words)
+    return [sys.executable, "-P", "-m", "loraplex", "worker", *words]
 
 
 def import_(

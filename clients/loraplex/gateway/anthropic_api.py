@@ -42,7 +42,7 @@ class Thinking(TypedDict, total=False):
 
 
 @with_config(ConfigDict(extra="allow"))
-class Other(TypedDict):
+class Foreign(TypedDict):
     """A block of another kind; it is read so that the error can name it."""
 
     type: str
@@ -64,7 +64,7 @@ def _text_kind(block: Any) -> str:
     return "Other" if _kind(block) != "Text" else "Text"
 
 
-TextOrOther = Annotated[Annotated[TextBlock, Tag("Text")] | Annotated[Other, Tag("Other")], Discriminator(_text_kind)]
+TextOrOther = Annotated[Annotated[TextBlock, Tag("Text")] | Annotated[Foreign, Tag("Other")], Discriminator(_text_kind)]
 
 
 class ToolResult(TypedDict, total=False):
@@ -81,12 +81,12 @@ Block = Annotated[
     | Annotated[ToolUse, Tag("Use")]
     | Annotated[ToolResult, Tag("Result")]
     | Annotated[Thinking, Tag("Thinking")]
-    | Annotated[Other, Tag("Other")],
+    | Annotated[Foreign, Tag("Other")],
     Discriminator(_kind),
 ]
 
 
-class Message(TypedDict):
+class AnthropicMessage(TypedDict):
     """A message of any role."""
 
     role: Literal["user", "assistant", "system"]
@@ -94,7 +94,7 @@ class Message(TypedDict):
 
 
 # Kinds whose unknown fields are ignored.
-LENIENT = (Message, TextBlock, ToolUse, ToolResult, Thinking)
+LENIENT = (AnthropicMessage, TextBlock, ToolUse, ToolResult, Thinking)
 
 
 def conversation(request: Mapping[str, Any]) -> ChatBuilder:
@@ -261,7 +261,7 @@ class NamedTool(TypedDict, total=False):
     disable_parallel_tool_use: bool
 
 
-class JsonFormat(TypedDict):
+class OutputFormat(TypedDict):
     """The format of an answer."""
 
     type: Literal["json_schema"]
@@ -272,7 +272,7 @@ class OutputConfig(TypedDict, total=False):
     """The effort of reasoning and the format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None
-    format: JsonFormat | None
+    format: OutputFormat | None
 
 
 class Metadata(TypedDict, total=False):
@@ -286,7 +286,7 @@ class CountRequest(TypedDict, total=False):
     """Body of a request to /v1/messages/count_tokens."""
 
     model: Required[str]
-    messages: Required[list[Message]]
+    messages: Required[list[AnthropicMessage]]
     system: str | list[TextOrOther]
     tools: list[Tool]
     tool_choice: ToolChoice | NamedTool

@@ -27,7 +27,7 @@ from loraplex.gateway.conversation import SESSION_CHARACTERS
 from loraplex.gateway.endpoint import HttpCall, Protocol
 from loraplex.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from loraplex.gateway.exchange import encode, raw
-from loraplex.gateway.openai_messages import LENIENT, ChatMessage
+from loraplex.gateway.openai_messages import LENIENT, OpenAIMessage
 from loraplex_client import Adapter, FinishReason, ServedModel, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -150,7 +150,7 @@ class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
     continuous_usage_stats: bool | None
 
 
-class NamedTool(TypedDict, total=False):
+class NamedFunction(TypedDict, total=False):
     """The choice of a function; TGI's clients leave out the type."""
 
     type: Literal["function"]
@@ -168,13 +168,13 @@ class JsonFormat(TypedDict, total=False):
 class ChatRequest(ChatParams, CompletionExtensions, total=False):  # type: ignore[misc]
     """Body of a request to /v1/chat/completions."""
 
-    messages: Required[list[ChatMessage]]  # type: ignore[misc]
+    messages: Required[list[OpenAIMessage]]  # type: ignore[misc]
     stream: bool | None
     stream_options: StreamOptions | None  # type: ignore[misc]
     tool_choice: (  # type: ignore[misc]
         Literal["none", "auto", "required"]
         | ChatCompletionAllowedToolChoiceParam
-        | NamedTool
+        | NamedFunction
         | ChatCompletionNamedToolChoiceCustomParam
     )
     response_format: ResponseFormatText | ResponseFormatJSONSchema | JsonFormat  # type: ignore[misc]

@@ -74,7 +74,7 @@ class ChatToolCall(TypedDict, total=False):
     function: CalledFunction
 
 
-class ChatMessage(TypedDict, total=False):
+class OpenAIMessage(TypedDict, total=False):
     """A message of any role."""
 
     role: Required[Literal["system", "developer", "user", "assistant", "tool", "function"]]
@@ -94,7 +94,7 @@ class ChatMessage(TypedDict, total=False):
 
 
 # Kinds whose unknown fields are ignored.
-LENIENT = (ChatMessage, TextPart, RefusalPart, ChatToolCall, CalledFunction)
+LENIENT = (OpenAIMessage, TextPart, RefusalPart, ChatToolCall, CalledFunction)
 # Roles whose messages may have no content: an answer that is only calls, the result of a function that returns nothing.
 _MAY_BE_EMPTY = ("assistant", "tool", "function")
 

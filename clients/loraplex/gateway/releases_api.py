@@ -39,7 +39,7 @@ class Rules(TypedDict, total=False):
     min_agreement: float
 
 
-class Plan(TypedDict, total=False):
+class RolloutTable(TypedDict, total=False):
     """A rollout, as releases.proto has it."""
 
     steps: Required[list[Step]]
@@ -53,7 +53,7 @@ class ChangeRequest(TypedDict, total=False):
 
     action: Required[Literal["promote", "abort", "rollback"]]
     etag: Required[str]
-    plan: Plan | None
+    plan: RolloutTable | None
 
 
 CHANGE = Body(ChangeRequest)

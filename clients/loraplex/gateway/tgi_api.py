@@ -14,7 +14,7 @@ from loraplex.gateway.endpoint import HttpCall, Protocol
 from loraplex.gateway.errors import HttpError, invalid, not_served, renamed
 from loraplex.gateway.exchange import encode, raw
 from loraplex.gateway.openai_api import FORMATS
-from loraplex.gateway.openai_messages import LENIENT, ChatMessage, sdk_messages
+from loraplex.gateway.openai_messages import LENIENT, OpenAIMessage, sdk_messages
 from loraplex_client.lorax.ask import Ask
 from loraplex_client.lorax.types import AlternativeToken, StreamDetails, StreamResponse, Token
 
@@ -123,7 +123,7 @@ class TokenizeRequest(TypedDict, total=False):
     add_special_tokens: bool | None
     model: str | None
     prompt: str
-    messages: list[ChatMessage]
+    messages: list[OpenAIMessage]
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None

@@ -63,7 +63,7 @@ def raise_file_limit() -> int:
     return _FILES if soft == resource.RLIM_INFINITY else soft
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
     """grpc.health.v1.Health.
 
     gRPC's own package has one too. There a change of the health waits for each client that watches it, and one that
@@ -223,7 +223,7 @@ class Server:
             options=[*edge.items(), *_SERVER_OPTIONS, ("grpc.so_reuseport", int(shared_ports))],
             interceptors=[StatusInterceptor(), *outer, *([guard] if guard else []), *behind],
         )
-        self._health = Health()
+        self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         # Generated code adds services to this. Health alone is added to gRPC's own server: see Services.
         self.services: Any = Services(self._grpc)

@@ -82,13 +82,9 @@ def rank_parts(settings: plan.PlanSettings | LoadSettings) -> plan.Divide:
     def divide(columns: int) -> list[plan.RankParts]:
         if settings.tensor_parallel == 1:
             return []
-        try:
-            from loraplex.worker.engine.parallel.splits import RankPlan
-            from loraplex.worker.engine.quantized.stored import transformers_config
-        except ModuleNotFoundError as error:
-            raise ArtifactError(
-                "--tensor-parallel", f"{error.name} is not installed, which divides models: install loraplex[worker]"
-            ) from error
+        from loraplex.worker.engine.parallel.splits import RankPlan
+        from loraplex.worker.engine.quantized.stored import transformers_config
+
         config, ranks = transformers_config(Path(settings.model)), settings.tensor_parallel
         return [RankPlan(config, rank, ranks, columns) for rank in range(ranks)]
 
