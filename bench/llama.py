@@ -164,11 +164,12 @@ class _Sides:
     async def ours(self, quantize: str) -> AsyncIterator[Server]:
         """Run a cluster that has the base in a scheme, and the adapters."""
         blocks = str(ROWS * self.setup.context // _BLOCK)
-        flags = ("--rows", str(ROWS), "--kv-blocks", blocks)
-        settings = ClusterSettings(
-            str(self.model), port=0, store_port=0, http_port=0, quantize=quantize, worker_flags=flags
-        )
-        async with serving_cluster(settings) as cluster, AsyncStoreClient(cluster.store, TENANT) as store:
+        flags = ("--rows", str(ROWS), "--kv-blocks", blocks, f"--quantize={quantize}")
+        settings = ClusterSettings(str(self.model), port=0, store_port=0, http_port=0, worker_flags=flags)
+        async with (
+            serving_cluster(settings, quantize=quantize) as cluster,
+            AsyncStoreClient(cluster.store, TENANT) as store,
+        ):
             for adapter in self.adapters:
                 await store.push(adapter, adapter.name)
             yield Server(cluster.http, {"model": self.model.name}, [{"model": of.name} for of in self.adapters])

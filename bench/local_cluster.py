@@ -26,10 +26,10 @@ _STOP_S = 20.0
 
 
 @asynccontextmanager
-async def serving_cluster(settings: ClusterSettings, *plans: Plan) -> AsyncIterator[LocalCluster]:
-    """Run a cluster whose base model is registered, with plans; yields it once it serves."""
+async def serving_cluster(settings: ClusterSettings, *plans: Plan, quantize: str = "") -> AsyncIterator[LocalCluster]:
+    """Run a cluster whose base model is registered in a scheme, with plans; yields it once it serves."""
     async with LocalCluster(settings) as cluster:
-        base = await asyncio.to_thread(read_base_model, settings.model, quantize=settings.quantize)
+        base = await asyncio.to_thread(read_base_model, settings.model, quantize=quantize)
         async with AsyncStoreClient(cluster.store) as store:
             await store.register_model(registered(base), base.files)
         async with grpc.aio.insecure_channel(cluster.store) as channel:

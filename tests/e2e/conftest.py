@@ -99,11 +99,9 @@ async def running_cluster(
         port=0,
         store_port=0,
         http_port=0 if http else None,
-        quantize=quantize,
-        kv_cache_dtype=kv_cache_dtype,
         redis_url=redis_url,
         data_dir=directory,
-        worker_flags=worker_flags,
+        worker_flags=(f"--quantize={quantize}", f"--kv-cache-dtype={kv_cache_dtype}", *worker_flags),
         router_flags=router_flags,
         store_flags=store_flags,
     )

@@ -33,7 +33,7 @@ def ranks_of(engine: int) -> list[int]:
 @pytest.mark.asyncio
 async def test_a_ranks_death_loses_no_token(tmp_path: Path, eventually: Callable[..., Awaitable[None]]) -> None:
     def launch(settings: ClusterSettings) -> LocalCluster:
-        return LocalCluster(replace(settings, tensor_parallel=2))
+        return LocalCluster(replace(settings, worker_flags=("--tensor-parallel=2", *settings.worker_flags)))
 
     model = str(EXAMPLES / "model")
     async with running_cluster(tmp_path, model, ADAPTERS, worker_flags=FLAGS, launch=launch) as cluster:

@@ -62,14 +62,6 @@ class ClusterSettings:
     store_port: int = 50052
     # The gateway's port; None for no gateway.
     http_port: int | None = None
-    device: str = "cpu"
-    # Devices of a worker, each with a part of the model.
-    tensor_parallel: int = 1
-    dtype: str = "auto"
-    # The scheme of the weights, such as int8; empty: as the files are.
-    quantize: str = ""
-    # The KV cache's dtype, int8; empty: that in which the model computes.
-    kv_cache_dtype: str = ""
     # URL of a Redis; empty for an embedded Valkey.
     redis_url: str = ""
     # Directory of logs, adapters and caches; None for a temporary one.
@@ -83,11 +75,9 @@ class ClusterSettings:
 
     def flags_of_worker(self) -> list[str]:
         """Return the flags that every worker has."""
-        flags = ["--model", self.model, "--model-name", self.model_name, "--device", self.device, "--dtype", self.dtype]
-        flags += ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
-        flags += ["--quantize", self.quantize] if self.quantize else []
-        flags += ["--kv-cache-dtype", self.kv_cache_dtype] if self.kv_cache_dtype else []
-        if self.device == "cpu" and self.workers > 1:  # Engines that each use every core slow each other down.
+        flags = ["--model", self.model, "--model-name", self.model_name]
+        on_cpu = not any(flag.startswith("--device=cuda") for flag in self.worker_flags)
+        if on_cpu and self.workers > 1:  # Engines that each use every core slow each other down.
             flags += ["--threads", str(max(1, _cores() // self.workers))]
         return [*flags, *self.worker_flags]
 

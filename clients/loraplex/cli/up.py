@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,13 @@ import typer
 
 from loraplex.cli.options import CA_VARIABLE, CREDENTIAL_VARIABLES, KEY_FILE_VARIABLE, KvCacheOption, QuantizeOption
 from loraplex.cli.terminal import CommandError
+
+# Parameters of `up` that workers and routers have as flags of the same name.
+_OF_WORKERS = (
+    *("device", "dtype", "tensor_parallel", "quantize", "kv_cache_dtype"),
+    *("rows", "max_rank", "adapter_slots", "kv_blocks"),
+)
+_OF_ROUTERS = ("engine_protocol", "engine_tenant", "engine_adapter")
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -104,6 +112,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
     [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
     """
+    values = locals()
     from loraplex.cli.demo import read_questions
     from loraplex.cli.gguf_models import local_model
     from loraplex.cli.launch import LaunchPlan, check_engine_protocol, launch
@@ -120,12 +129,6 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     base = read_model(model, name, quantize, kv_cache_dtype)
     check_quantization(quantize, device)
     tree = AdapterTree() if adapters is None else find_adapters(adapters)
-    sizes = {"--rows": rows, "--max-rank": max_rank, "--adapter-slots": adapter_slots, "--kv-blocks": kv_blocks}
-    engine = {
-        "--engine-protocol": engine_protocol,
-        "--engine-tenant": engine_tenant,
-        "--engine-adapter": engine_adapter,
-    }
     check_engine_protocol(engine_protocol)
     if tenants is not None and secured is None:
         raise CommandError("--tenants: give --secured DIR too; without credentials any caller may name any tenant")
@@ -140,24 +143,20 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         port=port,
         store_port=store_port,
         http_port=http,
-        device=device,
-        tensor_parallel=tensor_parallel,
-        dtype=dtype,
-        quantize=quantize,
-        kv_cache_dtype=kv_cache_dtype,
         redis_url=redis_url,
         data_dir=data_dir,
         credentials=secured,
-        worker_flags=tuple(word for flag, size in sizes.items() if size is not None for word in (flag, str(size))),
-        router_flags=(
-            *("--processes", str(router_processes)),
-            *(word for pair in engine.items() for word in pair if engine_protocol),
-        ),
+        worker_flags=_flags(values, _OF_WORKERS),
+        router_flags=(f"--processes={router_processes}", *_flags(values, _OF_ROUTERS if engine_protocol else ())),
     )
     shown = demo or once
     asked = read_questions(adapters) if shown else ()
     plan = LaunchPlan(settings, base, tree, update=update, demo=shown, once=once, tenants=specs, questions=asked)
     asyncio.run(launch(plan))
+
+
+def _flags(values: Mapping[str, object], names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"--{name.replace('_', '-')}={values[name]}" for name in names if values[name] not in (None, ""))
 
 
 def use_credentials(directory: Path) -> None:
