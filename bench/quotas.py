@@ -194,7 +194,8 @@ def _events(directory: Path) -> int:
 @asynccontextmanager
 async def _cluster(directory: Path, setup: Setup) -> AsyncIterator[LocalCluster]:
     prompts = len(PROMPT) * setup.quota // setup.answer if setup.limit == "tokens_per_day" else 0
-    plan = Plan(name="tenants/loud", **{setup.limit: setup.quota + prompts})
+    plan = Plan(name="tenants/loud")
+    setattr(plan, setup.limit, setup.quota + prompts)
     settings = ClusterSettings(
         MODEL,
         workers=2,
