@@ -27,7 +27,7 @@ import httpx2
 
 from bench.command import run_command
 from bench.report import Aim, Report, progress
-from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.database import Database, EmbeddedDatabase
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
@@ -119,7 +119,7 @@ async def _measure_catalog(directory: Path, setup: Setup) -> dict[str, float]:
     async with running_store(data) as (_, address, _), AsyncStoreClient(address, "acme") as client:
         await _register(client)
     progress(f"a catalog of {setup.adapters} adapters")
-    with closing(Database(data / "catalog.db")) as database:
+    with closing(EmbeddedDatabase(data / "catalog.db")) as database:
         _fill(database, setup.adapters)
     (data / "blobs" / _NOTHING.removeprefix("sha256:")).write_bytes(b"")
     async with running_store(data) as (_, address, start_s), AsyncStoreClient(address, "acme") as client:

@@ -31,7 +31,6 @@ CALLS = {
     "runtime/tenancy/json_web_tokens.py": "timed_call",
     "router/quotas/usage_sender.py": "timed_call",
     "adapter_store/bucket.py": "the operator's own bucket",
-    "adapter_store/replica.py": "the operator's own bucket",
     "runtime/rpc/probe.py": "a probe of Kubernetes, which ends it",
     "loadtest/http_sender.py": "a load test's own target",
 }

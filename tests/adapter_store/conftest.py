@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from safetensors.numpy import save
 
 from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.adapter_store.database import Database, open_database
 from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape, read_base_model
 from loraplex.runtime.rpc.server import channel_options
 from tests.adapter_store.sources.places import seaweed
+from tests.postgres_server import PostgresServer
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -174,10 +178,46 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+# Files whose tests run on each database, but for those that look into the directory.
+_ON_EACH = {"accounts", "adapters", "api_keys", "bases", "certificates", "expiry"}
+_ON_EACH |= {"find_revisions", "grants", "lists", "plans", "purge", "releases"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests of the catalog on SQLite and on PostgreSQL."""
+    looks = "data" in inspect.signature(metafunc.function).parameters
+    name = Path(metafunc.definition.path).stem.removeprefix("test_")
+    if name in _ON_EACH and "database_url" in metafunc.fixturenames and not looks:
+        metafunc.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A server of PostgreSQL."""
+    with closing(PostgresServer()) as server:
+        yield server
+
+
 @pytest.fixture
-def store_settings(data: Path) -> StoreSettings:
+def database_url(request: pytest.FixtureRequest) -> str:
+    """A new database's URL; empty: SQLite."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return ""
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database()
+
+
+@pytest.fixture
+def database(tmp_path: Path, database_url: str) -> Iterator[Database]:
+    """A catalog without a store."""
+    with closing(open_database(database_url, tmp_path / "catalog.db")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def store_settings(data: Path, database_url: str) -> StoreSettings:
     """The store's settings; override for others."""
-    return StoreSettings(data=data, port=0, max_adapter_bytes=4 * 1024 * 1024)
+    return StoreSettings(data=data, database=database_url, port=0, max_adapter_bytes=4 * 1024 * 1024)
 
 
 @pytest.fixture

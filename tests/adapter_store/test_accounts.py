@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,14 +33,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    """A catalog without a store."""
-    opened = Database(tmp_path / "catalog.sqlite")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

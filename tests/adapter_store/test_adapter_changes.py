@@ -7,12 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from obstore.store import MemoryStore
 
 from loraplex.adapter_store.adapter_changes import AdapterChanges
-from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.database import Database, EmbeddedDatabase
 from loraplex.adapter_store.grants import Grants
-from loraplex.adapter_store.replica import Replica
 from loraplex.contracts.artifacts.names import AdapterName
 
 MADE = (
@@ -38,7 +36,7 @@ class News:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(tmp_path / "catalog.db")
+    database = EmbeddedDatabase(tmp_path / "catalog.db")
     write(database, *MADE)
     yield database
     database.close()
@@ -55,7 +53,7 @@ def test_changes_of_each_kind_are_told_once_they_are_committed(database: Databas
     for statement in (
         "UPDATE adapters SET changes = 1 WHERE id = 1",
         "INSERT INTO aliases VALUES (1, 'live', 'sha256:1')",
-        "INSERT OR REPLACE INTO aliases VALUES (1, 'live', 'sha256:1')",
+        "UPDATE aliases SET digest = digest",
         "UPDATE revisions SET base_digest = 'other' WHERE adapter_id = 1",
         "INSERT INTO certificates (adapter_id, digest, base_digest, quantization, prompts, drawn, tokens, agreement, "
         "mean_kl, max_kl, create_ns) VALUES (1, 'sha256:1', 'base', 'fp8', 1, 0, 1, 1, 0, 0, 0)",
@@ -100,21 +98,3 @@ def test_a_reader_of_more_changes_than_are_kept_begins_anew() -> None:
     changes.publish(["c"])
     assert news.look() is None
     assert news.look() == []
-
-
-def test_a_replica_tells_what_another_store_has_changed(tmp_path: Path) -> None:
-    bucket = MemoryStore()
-    ours, theirs = (Replica(tmp_path / name, bucket) for name in ("ours", "theirs"))
-    news = News(ours.adapter_changes)
-    write(theirs, *MADE)
-    assert ours.refresh()
-    assert sorted(news.look() or ()) == ["a", "b"]
-    theirs.compact()
-    write(theirs, "UPDATE adapters SET changes = 1 WHERE id = 2")
-    late = Replica(tmp_path / "late", bucket)
-    of_late = News(late.adapter_changes)
-    write(theirs, "UPDATE adapters SET changes = 2 WHERE id = 1")
-    late.refresh()
-    assert of_late.look() == ["a"]
-    for replica in (ours, theirs, late):
-        replica.close()

@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from loraplex.adapter_store.api_keys import ApiKey, ApiKeys
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.database import EmbeddedDatabase
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.runtime.rpc.principal import Role
@@ -111,7 +111,7 @@ async def test_changes_are_read_from_where_the_last_answer_ended(keys: Any) -> N
 
 def test_a_change_is_told_before_another_thread_can_make_the_next(tmp_path: Path) -> None:
     """Else a rotation that is told after the revocation would bring the key back."""
-    database, others_could = Database(tmp_path / "catalog"), list[bool]()
+    database, others_could = EmbeddedDatabase(tmp_path / "catalog"), list[bool]()
 
     def told(_: ApiKey) -> None:
         with ThreadPoolExecutor(1) as another:

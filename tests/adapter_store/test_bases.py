@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from loraplex.adapter_store.database import MIGRATIONS, Database
+from loraplex.adapter_store.database import MIGRATIONS, EmbeddedDatabase
 from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape
 from loraplex.contracts.artifacts.generation_config import GenerationConfig
 from loraplex.contracts.artifacts.names import sha256_bytes
@@ -147,7 +147,7 @@ async def test_a_catalog_of_one_revision_a_model_gets_states(tmp_path: Path) -> 
         catalog.execute("INSERT INTO base_models VALUES ('tiny', 'sha256:1', '{}', 7)")
         catalog.execute("INSERT INTO base_files VALUES ('tiny', 'config.json', 'sha256:2', 3)")
         catalog.commit()
-    database = Database(tmp_path / "catalog.db")
+    database = EmbeddedDatabase(tmp_path / "catalog.db")
     with database.reading() as rows:
         assert [tuple(row) for row in rows.execute("SELECT * FROM base_models")] == [("tiny", "sha256:1", "{}", 7, 7)]
         files = rows.execute("SELECT * FROM base_files").fetchall()

@@ -12,12 +12,12 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.database import MIGRATIONS, Database
+from loraplex.adapter_store.database import MIGRATIONS, EmbeddedDatabase
 from loraplex.adapter_store.records import find_revision
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.fitness import Figures
 from loraplex.contracts.artifacts.names import RevisionName
-from loraplex.router.catalog.adapters import resolve_adapters
+from loraplex.router.catalog.adapters import forget_warnings, resolve_adapters
 from loraplex.router.catalog.store_client import StoreClient
 from loraplex.router.request import Request, WeightedAdapter
 from loraplex.runtime.rpc.errors import Mismatch
@@ -144,13 +144,13 @@ async def test_whole_answers_to_own_prompts_are_judged(
 def test_certificates_of_before_whole_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as before:
         before.setattr("loraplex.adapter_store.database.MIGRATIONS", MIGRATIONS[:5])
-        database = Database(tmp_path / "catalog.db")
+        database = EmbeddedDatabase(tmp_path / "catalog.db")
         with database.transaction() as rows:
             rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 0, 0, 0)")
             rows.execute("INSERT INTO revisions VALUES (1, 1, 'd', 'b', 8, 'c', 1, 'w', 1, 0, NULL)")
             rows.execute("INSERT INTO certificates VALUES (1, 'd', 'b', 'int4', 16, 0, 200, 0.97, 0.02, 0.5, 7)")
         database.close()
-    database = Database(tmp_path / "catalog.db")
+    database = EmbeddedDatabase(tmp_path / "catalog.db")
     with database.reading() as rows:
         found = find_revision(rows, RevisionName("acme", "support", "d"))
     database.close()
@@ -165,6 +165,7 @@ async def test_routers_refuse_an_unfit_adapter_on_such_a_base_alone(
     adapter_files: Files,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    forget_warnings()  # of the other database
     quantized = replace(tiny_base, digest="sha256:" + "2" * 64, quantization="int4", original_digest=tiny_base.digest)
     broken = "greedy agreement 0.25 is below 0.8, mean divergence 3 nats is above 0.2"
     request = Request("acme", "hello", "prompt", adapter="support")

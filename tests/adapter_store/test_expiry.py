@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,27 +46,26 @@ async def gone(client: Client, name: str) -> None:
             await asyncio.sleep(0.05)
 
 
-def end(data: Path, digest: str) -> None:
+def end(store: Store, digest: str) -> None:
     """Let a revision's time have passed."""
-    with sqlite3.connect(data / "catalog.db") as rows:
+    with store._database.transaction() as rows:
         assert rows.execute("UPDATE revisions SET expire_ns = 1 WHERE digest = ?", (digest,)).rowcount == 1
-    rows.close()
 
 
-async def test_revisions_end_each_by_itself(ready: Client, data: Path) -> None:
+async def test_revisions_end_each_by_itself(ready: Client, store: Store) -> None:
     ttl = Duration(seconds=60)
     uploads = [await ready.upload("policy", files(f"step {step}"), alias="-", ttl=ttl) for step in range(3)]
     digests = [upload.revision.digest for upload in uploads]
     lives = [(await ready.get(f"policy@{digest}")).revision for digest in digests]
     spans = [one.expire_time.ToNanoseconds() - one.create_time.ToNanoseconds() for one in lives]
     assert spans == [60 * 10**9] * 3
-    end(data, digests[0])
+    end(store, digests[0])
     await gone(ready, f"policy@{digests[0]}")
     assert (await ready.get(f"policy@{digests[1]}")).revision == lives[1]
     # For answers that run on it.
     assert (await ready.download(lives[0].name))[1] == files("step 0")
-    end(data, digests[1])
-    end(data, digests[2])
+    end(store, digests[1])
+    end(store, digests[2])
     await gone(ready, f"policy@{digests[2]}")
     assert not (await ready.call("ListAdapters", pb.ListAdaptersRequest(parent="tenants/acme"))).adapters
 
@@ -87,7 +85,7 @@ async def test_an_alias_a_release_and_an_upload_without_end_keep_a_revision(
     again = await ready.upload("policy", files("kept"), alias="-")
     assert (again.created, again.revision.HasField("expire_time")) == (False, False)
     for revision in (named, released, ended):
-        end(data, revision.digest)
+        end(store, revision.digest)
     await gone(ready, f"policy@{ended.digest}")
     for revision in (named, released, kept):
         assert (await ready.get(f"policy@{revision.digest}")).revision.digest == revision.digest

@@ -126,9 +126,8 @@ async def test_bad_grants_are_refused(ready: Any, granting: Any, fields: dict[st
     assert caught.value.code().name == code
 
 
-async def test_a_grant_expires_and_answers_that_run_go_on_for_a_while(tmp_path: Any) -> None:
+async def test_a_grant_expires_and_answers_that_run_go_on_for_a_while(database: Database) -> None:
     now = [0]
-    database = Database(tmp_path / "catalog.db")
     with database.transaction() as rows:
         rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'base', 0, 0, 0)")
     grants, name = Grants(database, keep_s=10, clock=lambda: now[0]), AdapterName("acme", "support")
@@ -146,12 +145,10 @@ async def test_a_grant_expires_and_answers_that_run_go_on_for_a_while(tmp_path: 
     assert not await grants.may_use(name, "globex")
     assert await grants.may_use(name, "globex", running=True)
     assert await grants.may_use(AdapterName("shared", "any"), "globex")
-    database.close()
 
 
-def test_a_tenant_makes_so_many_grants_and_those_of_long_ago_do_not_count(tmp_path: Any) -> None:
+def test_a_tenant_makes_so_many_grants_and_those_of_long_ago_do_not_count(database: Database) -> None:
     now = [0]
-    database = Database(tmp_path / "catalog.db")
     with database.transaction() as rows:
         rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'base', 0, 0, 0)")
         rows.execute("INSERT INTO adapters VALUES (2, 'acme', 'sales', 'base', 0, 0, 0)")
@@ -171,4 +168,3 @@ def test_a_tenant_makes_so_many_grants_and_those_of_long_ago_do_not_count(tmp_pa
         grants.create(support, "hooli", ttl_s=None)
     now[0] = 15 * SECOND_NS
     grants.create(support, "hooli", ttl_s=None)
-    database.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.database import Database, EmbeddedDatabase
 from loraplex.adapter_store.releases import Releases
 from loraplex.adapter_store.rollouts import GateResult, Origin, ReleaseName, RolloutPlan, RolloutStep
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName
@@ -31,7 +31,7 @@ DIGESTS = [f"sha256:{number:064x}" for number in (1, 2)]
 
 def make_catalog(path: Path) -> None:
     """Write a catalog in which release 1 is live, and release 2 a canary that one report makes live."""
-    database = Database(path)
+    database = EmbeddedDatabase(path)
     with database.transaction() as rows:
         rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 1, 1, 1)")
         for number, digest in enumerate(DIGESTS, start=1):
@@ -58,7 +58,7 @@ def report(database: Database) -> None:
 
 def seen(path: Path) -> str:
     """Return all that a promotion changes, after the catalog was opened again."""
-    database = Database(path)
+    database = EmbeddedDatabase(path)
     with database.reading() as rows:
         state = [
             [tuple(row) for row in rows.execute(query)]
@@ -77,7 +77,7 @@ def seen(path: Path) -> str:
 def in_child(path: Path, work: Callable[[Database], None], kill_at: int | None = None) -> int:
     """Work on a catalog in a child that kills itself at an instruction of SQLite, or at the end; returns its status."""
     if (child := os.fork()) == 0:
-        database, count = Database(path), 0
+        database, count = EmbeddedDatabase(path), 0
 
         def step() -> int:
             nonlocal count

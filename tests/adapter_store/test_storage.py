@@ -14,7 +14,7 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.database import MIGRATIONS, Database
+from loraplex.adapter_store.database import MIGRATIONS, EmbeddedDatabase
 from loraplex.adapter_store.storage import DataDirectory, DataDirectoryError
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.names import sha256_bytes
@@ -236,14 +236,14 @@ async def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "catalog.db"
-    Database(path).close()
+    EmbeddedDatabase(path).close()
     later = (*MIGRATIONS, "ALTER TABLE plans ADD COLUMN note TEXT; UPDATE plans SET note = 'none'")
     monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
     with pytest.raises(DataDirectoryError, match="cannot be opened as the catalog: no such column"):
-        Database(path)
+        EmbeddedDatabase(path)
     monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
     for _ in range(2):
-        database = Database(path)
+        database = EmbeddedDatabase(path)
         with database.reading() as rows:
             assert rows.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS) + 2
             assert rows.execute("SELECT note FROM plans").fetchall() == []
@@ -259,9 +259,9 @@ def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pyt
 )
 def test_a_catalog_of_a_former_shape_is_refused_at_the_start(tmp_path: Path, former: str, lacking: str) -> None:
     path = tmp_path / "catalog.db"
-    Database(path).close()
+    EmbeddedDatabase(path).close()
     connection = sqlite3.connect(path)
     connection.executescript(former)
     connection.close()
     with pytest.raises(DataDirectoryError, match=f"^--data: {path} is of a version before 1.0: it lacks {lacking}, "):
-        Database(path)
+        EmbeddedDatabase(path)

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 import grpc
@@ -81,14 +82,15 @@ class StoredAccounts:
         self._remove_at_ms = 0
 
     def save(self, accounts: Iterable[Row]) -> None:
-        """Merge accounts into the saved ones, in one transaction. Raises Exhausted on a full disk."""
+        """Merge accounts into the saved ones, all or none. Raises Exhausted on a full disk."""
         now_ms = self._now_ms()
         latest = {f"latest_{window}": number for window, number in windows_at(now_ms + _AHEAD_MS).items()}
-        with self._database.transaction() as rows:
-            rows.executemany(_SAVE, ({**account, **latest} for account in accounts))
-            if now_ms >= self._remove_at_ms:
+        with self._database.merging() as rows:
+            rows.executemany(_SAVE, [{**account, **latest} for account in sorted(accounts, key=itemgetter("name"))])
+        if now_ms >= self._remove_at_ms:
+            with self._database.transaction() as rows:
                 rows.execute(_REMOVE, windows_at(now_ms - _KEPT_MS))
-                self._remove_at_ms = now_ms + _REMOVE_MS
+            self._remove_at_ms = now_ms + _REMOVE_MS
 
     def page(self, after: str, limit: int) -> list[Row]:
         """Return accounts in order of name, from the first after `after`, without those whose windows have passed."""
@@ -105,17 +107,29 @@ class AccountService(accounts_pb2_grpc.AccountServiceServicer):
 
     def __init__(self, accounts: StoredAccounts) -> None:
         self._accounts = accounts
+        self._saving = asyncio.Lock()
+        # The accounts of all calls that wait for the save that runs, and the task that saves them after it.
+        self._batch: list[Row] = []
+        self._task: asyncio.Task[None] | None = None
 
     async def SaveAccounts(self, request: pb.SaveAccountsRequest, context: Context) -> pb.SaveAccountsResponse:
         """Merge accounts into the saved ones."""
         if len(request.accounts) > MAX_SIZE:
             raise InvalidField("accounts", f"{len(request.accounts)}; at most {MAX_SIZE}")
 
-        def save() -> None:
-            self._accounts.save([_from_pb(f"accounts[{at}]", one) for at, one in enumerate(request.accounts)])
+        def rows() -> list[Row]:
+            return [_from_pb(f"accounts[{at}]", one) for at, one in enumerate(request.accounts)]
 
-        await asyncio.to_thread(save)
+        self._batch += await asyncio.to_thread(rows)
+        if self._task is None:
+            self._task = asyncio.create_task(self._save())
+        await asyncio.shield(self._task)
         return pb.SaveAccountsResponse()
+
+    async def _save(self) -> None:
+        async with self._saving:
+            batch, self._batch, self._task = self._batch, [], None
+            await asyncio.to_thread(self._accounts.save, batch)
 
     async def ListAccounts(self, request: pb.ListAccountsRequest, context: Context) -> pb.ListAccountsResponse:
         """Return a page of accounts, in order of name."""

@@ -1,7 +1,7 @@
 """The names of adapters that have changed, for routers: what they know of all others is still right.
 
-Triggers of the catalog's connection note them, whoever changes a table: a call, a revision's expiry, or another store
-whose changes a replica follows. A name counts for the adapters of all tenants that have it.
+Triggers note them, whoever changes a table: a call, a revision's expiry, or another store on the same database. A
+name counts for the adapters of all tenants that have it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # Maximum number of names that are kept; with one more, readers begin anew.
 NAMES_KEPT = 10_000
 # The name of the adapter that a row of a table is about. A grant or certificate changes it too.
 _BY_ID = "(SELECT adapter FROM adapters WHERE id = {row}.adapter_id)"
-_NAME_IN = {
+NAME_IN = {
     **dict.fromkeys(("adapters", "grants"), "{row}.adapter"),
     **dict.fromkeys(("aliases", "certificates", "releases", "revisions"), _BY_ID),
 }
-_ROWS = {"INSERT": "NEW", "UPDATE": "NEW", "DELETE": "OLD"}
+ROWS_OF = {"INSERT": "NEW", "UPDATE": "NEW", "DELETE": "OLD"}
 
 
 class AdapterChanges:
@@ -38,21 +38,9 @@ class AdapterChanges:
             # By name, the last one last.
             self._numbers = dict[str, int]()
 
-    def watch(self, connection: sqlite3.Connection) -> None:
-        """Note the adapters that are changed through a connection."""
-        connection.create_function("note_adapter", 1, self._noted.add)
-        for table, name in _NAME_IN.items():
-            for event, row in _ROWS.items():
-                connection.execute(
-                    f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} "
-                    f"BEGIN SELECT note_adapter({name.format(row=row)}); END"
-                )
-
-    def unwatch(self, connection: sqlite3.Connection) -> None:
-        """Undo `watch`, before the tables are replaced."""
-        for table in _NAME_IN:
-            for event in _ROWS:
-                connection.execute(f"DROP TRIGGER temp.{table}_{event}")
+    def note(self, name: str | None) -> None:
+        """Note an adapter that a transaction changes; None: it is gone."""
+        self._noted.add(name)
 
     def end_transaction(self, *, committed: bool) -> None:
         """Tell what a transaction has changed once readers can see it."""
@@ -80,3 +68,14 @@ class AdapterChanges:
                         break
                     names.append(name)
             return self.epoch, self._latest, names
+
+
+def watch(connection: sqlite3.Connection, note: Callable[[str | None], None]) -> None:
+    """Note the adapters that are changed through a connection of SQLite."""
+    connection.create_function("note_adapter", 1, note)
+    for table, name in NAME_IN.items():
+        for event, row in ROWS_OF.items():
+            connection.execute(
+                f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} "
+                f"BEGIN SELECT note_adapter({name.format(row=row)}); END"
+            )

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from loraplex.adapter_store.convert import list_page, refusals, seconds_of, timestamp
 from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.records import Row, Rows
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
@@ -214,7 +214,7 @@ class ApiKeys:
         return changed[0]
 
     @contextmanager
-    def _changing(self) -> Iterator[tuple[sqlite3.Connection, list[ApiKey]]]:
+    def _changing(self) -> Iterator[tuple[Rows, list[ApiKey]]]:
         """Run a transaction, and tell of the keys that it puts into the list, in the order of the transactions."""
         changed: list[ApiKey] = []
         with self._database.lock:
@@ -224,7 +224,7 @@ class ApiKeys:
                 self._changed(key)
 
 
-def _touched(rows: sqlite3.Connection, key_id: str) -> ApiKey:
+def _touched(rows: Rows, key_id: str) -> ApiKey:
     rows.execute(
         "UPDATE api_keys SET change = (SELECT max(change) + 1 FROM api_keys) WHERE key_id = ?",
         (key_id,),
@@ -232,19 +232,19 @@ def _touched(rows: sqlite3.Connection, key_id: str) -> ApiKey:
     return _get(rows, key_id)
 
 
-def _get(rows: sqlite3.Connection, key_id: str) -> ApiKey:
+def _get(rows: Rows, key_id: str) -> ApiKey:
     key = _find(rows, key_id)
     if key is None:
         raise NotFound("key", key_id)
     return key
 
 
-def _find(rows: sqlite3.Connection, key_id: str) -> ApiKey | None:
+def _find(rows: Rows, key_id: str) -> ApiKey | None:
     row = rows.execute("SELECT * FROM api_keys WHERE key_id = ?", (key_id,)).fetchone()
     return None if row is None else _to_key(rows, row)
 
 
-def _to_key(rows: sqlite3.Connection, row: sqlite3.Row) -> ApiKey:
+def _to_key(rows: Rows, row: Row) -> ApiKey:
     secrets = rows.execute(
         "SELECT sha256, expire_ns FROM api_key_secrets WHERE key_id = ? ORDER BY create_ns DESC", (row["key_id"],)
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from loraplex.adapter_store.accounts import AccountService, StoredAccounts
 from loraplex.adapter_store.api_keys import ApiKeys, KeyService
 from loraplex.adapter_store.bases import BaseModels
 from loraplex.adapter_store.catalog import Catalog
-from loraplex.adapter_store.database import OLD_S, Database, Statement
+from loraplex.adapter_store.database import Database, open_database
 from loraplex.adapter_store.deleted import DeletedRevisions
 from loraplex.adapter_store.grants import Grants, GrantService
 from loraplex.adapter_store.metrics import StoreMetrics
@@ -70,9 +71,10 @@ TRANSFERS = "loraplex.transfers.transfers"
 DRAIN_S = 10.0
 # Interval in seconds between looks for deleted revisions whose time has passed.
 PURGE_S = 60.0
-# Interval in seconds between looks at what other stores have changed in the bucket, and between removals of changes
-# that a snapshot has. Timeouts in seconds of requests for a part of the catalog, and for a file.
-BUCKET_LOOK_S, TIDY_S, CATALOG_S, BLOB_S = 0.2, 60.0, 15.0, 3600.0
+# Timeout in seconds of a request for a file of the bucket.
+BLOB_S = 3600.0
+# Interval in seconds between looks whether changes of other stores are heard, and the time for which they may not be.
+HEARD_LOOK_S, OLD_S = 0.2, 30.0
 # Interval in seconds between looks for revisions with a time to live that has passed.
 EXPIRY_S = 1.0
 # Interval in seconds between saves of when API keys were used last, which a store that is killed forgets.
@@ -83,11 +85,14 @@ KEY_USES_S = 60.0
 class StoreSettings(AccessSettings):
     """Keeps adapters and base models' manifests, in a directory or in a bucket, and serves them over gRPC."""
 
-    data: Path = setting("directory of all data, made if missing; with --bucket only of transfers in progress")
+    data: Path = setting("directory of all data, made if missing; what --bucket or --database keeps is not in it")
     bucket: str = setting(
-        "s3://BUCKET/FOLDER, gs:// or az:// for all data, shared by several stores; credentials are in the provider's "
-        "variables (AWS_ACCESS_KEY_ID, ...); empty: --data",
+        "s3://BUCKET/FOLDER, gs:// or az:// for adapters' files; credentials are in the provider's variables "
+        "(AWS_ACCESS_KEY_ID, ...); empty: --data",
         "",
+    )
+    database: str = setting(
+        "postgresql:// URL of the catalog, shared by several stores with one --bucket; empty: SQLite in --data", ""
     )
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0: any free port", 50052)
@@ -159,7 +164,7 @@ class Store:
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
         self.metrics = StoreMetrics()
-        self._bucket_down = LogOnce(log)
+        self._kept = LogOnce(log)
         self.port = 0
         # HOST:PORT, then words like mtls=HOST:PORT.
         self.addresses: Sequence[str] = ()
@@ -245,19 +250,10 @@ class Store:
         return GuardedServers(
             self._settings,
             tls,
-            lambda guard, port: Server(
-                guard, outer=[meter], interceptors=[*bounds[port], self._auditor, *self._shared_catalog()]
-            ),
+            lambda guard, port: Server(guard, outer=[meter], interceptors=[*bounds[port], self._auditor]),
             self._directory,
             self._refused,
         )
-
-    def _shared_catalog(self) -> list[grpc.aio.ServerInterceptor]:
-        if not self._settings.bucket:
-            return []
-        from loraplex.adapter_store.bucket import SharedCatalog
-
-        return [SharedCatalog(self._database)]
 
     def _refused(self, method: str, caller: Principal | None, error: CallError, peer: str) -> None:
         self.metrics.refused.labels(error.reason).inc()
@@ -270,9 +266,8 @@ class Store:
             every(EXPIRY_S, self._remove_expired),
             self._webhooks.follow(),
         ]
-        if self._settings.bucket:
-            looks += [every(BUCKET_LOOK_S, self._follow_bucket), every(TIDY_S, self._tidy_bucket)]
-            looks.append(every(BUCKET_LOOK_S, self._show_health))
+        if self._settings.database:
+            looks.append(every(HEARD_LOOK_S, self._show_health))
         await asyncio.gather(self._server.follow(), every(KEY_USES_S, self._save_key_uses), *looks)
 
     async def _save_key_uses(self) -> None:
@@ -284,12 +279,14 @@ class Store:
             log.warning("the last uses of API keys are not saved: %s", error)
 
     async def _remove_expired(self) -> None:
-        await asyncio.to_thread(self._note_grants)
         try:
+            await asyncio.to_thread(self._note_grants)
             if removed := await asyncio.to_thread(self._remove):
                 log.info("removed %d revisions at the end of their time", removed)
-        except CallError as error:  # the disk is full
-            log.warning("revisions whose time has passed are not removed: %s", error)
+        except CallError as error:  # the disk is full, or the database does not answer
+            self._kept(f"revisions whose time has passed are not removed: {error}")
+        else:
+            self._kept.reset()
 
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings
@@ -305,7 +302,7 @@ class Store:
             self.metrics.catalog_age.set_function(self._database.age_s)
             self._read_keys()
             self._plans = StoredPlans(self._database)
-            self._share_catalog()
+            self._database.follow(self._others_changed)
             self._signers = read_signers(Path(path)) if (path := self._settings.signers) else Signers({})
             webhooks = read_webhooks(Path(path)) if (path := self._settings.webhooks) else []
             self._webhooks = Webhooks(self._database, webhooks)
@@ -324,51 +321,31 @@ class Store:
         return BucketDirectory(self._settings.data, open_bucket(url, BLOB_S))
 
     def _open_database(self) -> Database:
-        if not (url := self._settings.bucket):
-            return Database(self._data.catalog_path, self._data.count_blobs())
-        from loraplex.adapter_store.bucket import BucketDirectory, open_bucket
-        from loraplex.adapter_store.replica import Replica
+        database = open_database(self._settings.database, self._data.catalog_path, self._data.count_blobs())
+        if self._settings.bucket:
+            from loraplex.adapter_store.bucket import BucketDirectory
 
-        replica = Replica(self._data.catalog_path, open_bucket(url, CATALOG_S))
-        assert isinstance(self._data, BucketDirectory)
-        self._data.database = replica
-        return replica
+            assert isinstance(self._data, BucketDirectory)
+            self._data.database = database
+        return database
 
-    def _share_catalog(self) -> None:
-        """Read in memory again what other stores have changed."""
-        self._database.changed = self._others_changed
-
-    def _others_changed(self, statements: Sequence[Statement] | None) -> None:
-        written = " ".join(sql for sql, _ in statements or ())
-        if statements is None or "api_key" in written:
-            if "DELETE FROM api_keys" in written or statements is None:
-                self._keys.begin_epoch()
+    def _others_changed(self, tables: Set[str] | None) -> None:
+        """Read again what other stores have changed, into memory."""
+        if tables is None or "purged_keys" in tables:
+            self._keys.begin_epoch()
+        if tables is None or not tables.isdisjoint({"api_keys", "purged_keys"}):
             self._read_all_keys()
-        if statements is None or " plans " in written:
+        if tables is None or "plans" in tables:
             self._plans.reload()
 
-    async def _follow_bucket(self) -> None:
-        try:
-            await asyncio.to_thread(self._database.refresh)
-        except CallError as error:
-            self._bucket_down(f"the catalog in the bucket cannot be read: {error}")
-        else:
-            self._bucket_down.reset()
-
     async def _show_health(self) -> None:
-        """Say at the probes whether calls are answered, which needs a recent copy of a bucket's catalog."""
-        self.metrics.health.set("cannot reach the bucket" if (old := self._database.age_s() > OLD_S) else "")
+        """Say at the probes whether calls are answered, which needs to hear what other stores change."""
+        self.metrics.health.set("cannot reach the database" if (old := self._database.age_s() > OLD_S) else "")
         await self._server.set_serving(not old)
-
-    async def _tidy_bucket(self) -> None:
-        try:
-            await asyncio.to_thread(self._database.tidy)
-        except CallError as error:
-            log.warning("the catalog's changes in the bucket stay many: %s", error)
 
     def _read_all_keys(self) -> None:
         with self._database.lock:  # a key that is made meanwhile would be forgotten
-            self._directory.put([key.hashed for key in self._keys.changes(0, -1)], clear=True)
+            self._directory.put([key.hashed for key in self._keys.changes(0, sys.maxsize)], clear=True)
 
     def _read_keys(self) -> None:
         self._directory = KeyDirectory()

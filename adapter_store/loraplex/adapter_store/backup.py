@@ -1,8 +1,9 @@
-"""`loraplex backup --from PLACE --to PLACE`: copies all that a store keeps, while it runs.
+"""`loraplex backup --from PLACE... --to PLACE...`: copies all that a store keeps, while it runs.
 
-A place is a store's directory or a bucket's URL, as in `--data` and `--bucket`. The copy is a place that a store can
-run on, so that the same command restores it, and moves a store from a directory into a bucket. What the copy has is of
-one moment: the catalog is read first, and the files that it names after it; if one has gone meanwhile, it begins again.
+A place is a store's directory, bucket and database, as in `--data`, `--bucket` and `--database`. The copy is one that a
+store can run on: so the same command restores it, and moves files into a bucket, or a catalog into a database. What the
+copy has is of one moment: the catalog is read first, and the files that it names after it; if one has gone, it begins
+again.
 """
 
 from __future__ import annotations
@@ -12,69 +13,129 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from loraplex.adapter_store.bucket import BucketDirectory, open_bucket
-from loraplex.adapter_store.database import Database
-from loraplex.adapter_store.records import Blob
-from loraplex.adapter_store.replica import Replica
+from loraplex.adapter_store.database import Database, EmbeddedDatabase, open_database
+from loraplex.adapter_store.records import Blob, Rows, marks
 from loraplex.adapter_store.storage import BlobReader, CorruptBlob, DataDirectory, DataDirectoryError
 from loraplex.runtime.rpc.errors import Unavailable
 
 # Number of times that the copy begins again because a file has gone.
 _TRIES = 5
-# Timeouts in seconds of requests for the catalog and for a file.
-_CATALOG_S, _BLOB_S = 60.0, 3600.0
+# Timeout in seconds of a request for a file.
+_BLOB_S = 3600.0
 _FILES = (
     "SELECT config_digest, config_bytes FROM revisions UNION SELECT weights_digest, weights_bytes FROM revisions "
     "UNION SELECT digest, bytes FROM base_files UNION SELECT config_digest, config_bytes FROM deleted_revisions "
     "UNION SELECT weights_digest, weights_bytes FROM deleted_revisions"
 )
+# In the order in which they were made: one that refers to another comes after it.
+_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' ORDER BY rowid"
 
 
-class BackupSource(Protocol):
-    """A place that is copied."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store keeps things; empty: it has none."""
 
-    def read_catalog(self, into: sqlite3.Connection) -> None:
-        """Copy the catalog as it is now."""
+    directory: str = ""
+    bucket: str = ""
+    database: str = ""
 
-    def open(self, blob: Blob) -> BlobReader:
-        """Open a file. Raises CorruptBlob where it is gone."""
+    @property
+    def files(self) -> str:
+        """Return where the files are."""
+        return self.bucket or self.directory
 
 
-def copy(origin: str, destination: str) -> int:
-    """Copy a place to an empty one; returns the number of files.
+def place(flag: str, names: Sequence[str]) -> Place:
+    """Return the place of these names. Raises DataDirectoryError where one is missing, or there twice."""
+    values = dict[str, str]()
+    for name in names:
+        kind = "database" if name.startswith("postgres") else "bucket" if "://" in name else "directory"
+        values[kind] = name
+    if len(values) < len(names) or ("directory" not in values and len(values) < 2):
+        raise DataDirectoryError(f"{flag}: give a directory, or a bucket and a postgresql:// URL, or one of each")
+    return Place(**values)
+
+
+def copy(origin: Place, destination: Place) -> int:
+    """Copy a place to an empty one; returns the number of files. Files that are in the same place stay there.
 
     Raises DataDirectoryError, CorruptBlob, Unavailable.
     """
     with ExitStack() as opened:
         work = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-backup-")))
-        source = opened.enter_context(_opened(origin, work / "from"))
-        catalog = opened.enter_context(closing(sqlite3.connect(work / "catalog.db")))
-        data, database = opened.enter_context(_empty(destination, work / "to"))
+        moves = origin.files != destination.files
+        data, database = opened.enter_context(_empty(destination, work / "to", moves))
         for attempt in range(_TRIES):
-            source.read_catalog(catalog)
-            blobs = [Blob(*row) for row in catalog.execute(_FILES)]
+            catalog = opened.enter_context(closing(_read_catalog(origin, work / f"catalog{attempt}.db")))
+            with catalog.reading() as rows:
+                blobs = [Blob(*row) for row in rows.execute(_FILES)]
             try:
-                _copy_files(source, blobs, data, database)
+                if moves:
+                    with _opener(origin, catalog, work / "from") as open_file:
+                        _copy_files(open_file, blobs, data, database)
                 break
             except CorruptBlob:
                 if attempt == _TRIES - 1:
                     raise
-        _write_catalog(catalog, database)
+        with catalog.reading() as rows, database.transaction() as written:
+            # Where files are in a bucket the copy of them has said.
+            _copy_rows(rows, written, [table for table in _tables(rows) if not (moves and table == "blobs")])
+            database.set_numbers(written, catalog.numbers())
+        database.forget_removed()
         return len(blobs)
 
 
-def _copy_files(source: BackupSource, blobs: Sequence[Blob], data: DataDirectory, database: Database) -> None:
+def _read_catalog(origin: Place, path: Path) -> EmbeddedDatabase:
+    """Copy the catalog as it is now into a file."""
+    if origin.database:
+        catalog = EmbeddedDatabase(path)
+        with (
+            closing(open_database(origin.database, path)) as database,
+            database.reading() as rows,
+            catalog.transaction() as written,
+        ):
+            _copy_rows(rows, written, _tables(written))
+            catalog.set_numbers(written, database.numbers())
+        return catalog
+    found = Path(origin.directory) / "catalog.db"
+    if not found.is_file():
+        raise DataDirectoryError(f"--from: {origin.directory} has no catalog.db: it is not a store's directory")
+    with (
+        closing(sqlite3.connect(f"file:{found}?mode=ro", uri=True)) as running,
+        closing(sqlite3.connect(path)) as copied,
+    ):
+        running.backup(copied)
+    return EmbeddedDatabase(path)
+
+
+def _tables(rows: Rows) -> list[str]:
+    return [name for (name,) in rows.execute(_TABLES)]
+
+
+def _copy_rows(origin: Rows, destination: Rows, tables: Sequence[str]) -> None:
+    for table in tables:
+        if rows := origin.execute(f"SELECT * FROM {table}").fetchall():
+            columns = tuple(rows[0].keys())
+            statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks(columns)})"
+            destination.executemany(statement, map(tuple, rows))
+
+
+def _copy_files(
+    open_file: Callable[[Blob], BlobReader], blobs: Sequence[Blob], data: DataDirectory, database: Database
+) -> None:
     for blob in blobs:
         if data.has(blob.digest):
             continue
         upload = data.new_upload()
         try:
-            with closing(source.open(blob)) as reader:
+            with closing(open_file(blob)) as reader:
                 upload.append("file", b"")
                 while reader.remaining:
                     upload.append("file", reader.read())
@@ -86,105 +147,63 @@ def _copy_files(source: BackupSource, blobs: Sequence[Blob], data: DataDirectory
             upload.discard()
 
 
-def _write_catalog(catalog: sqlite3.Connection, database: Database) -> None:
-    """Make the catalog that of the copy; what it says of places of files stays."""
-    with database.reading() as rows:
-        places = [tuple(row) for row in rows.execute("SELECT digest, place FROM blobs")]
-    catalog.execute("DELETE FROM blobs")
-    catalog.executemany("INSERT INTO blobs VALUES (?, ?)", places)
-    catalog.commit()
-    with database.reading() as rows:
-        catalog.backup(rows)
-    database.forget_removed()
-
-
-class _Directory:
-    """A store's directory, whose store may run."""
-
-    def __init__(self, root: Path) -> None:
-        if not (root / "catalog.db").is_file():
-            raise DataDirectoryError(f"--from: {root} has no catalog.db: it is not a store's directory")
-        self._root = root
-
-    def read_catalog(self, into: sqlite3.Connection) -> None:
-        """Copy the catalog as it is now."""
-        with closing(sqlite3.connect(f"file:{self._root / 'catalog.db'}?mode=ro", uri=True)) as catalog:
-            catalog.backup(into)
-
-    def open(self, blob: Blob) -> BlobReader:
-        """Open a file."""
-        try:
-            file = open(self._root / "blobs" / blob.digest.partition(":")[2], "rb")  # noqa: SIM115  # the reader closes it
-        except OSError as error:
-            raise CorruptBlob(f"{blob.digest} cannot be read: {error.strerror}") from error
-        return BlobReader(file, blob)
-
-
-class _Bucket:
-    """A bucket, whose stores may run."""
-
-    def __init__(self, data: BucketDirectory) -> None:
-        self._data = data
-
-    def read_catalog(self, into: sqlite3.Connection) -> None:
-        """Copy the catalog as it is now."""
-        self._data.database.refresh()
-        with self._data.database.reading() as rows:
-            rows.backup(into)
-
-    def open(self, blob: Blob) -> BlobReader:
-        """Open a file."""
-        with self._data.database.reading() as rows:
-            return self._data.open(rows, {"file": blob})["file"]
-
-
 @contextmanager
-def _opened(place: str, work: Path) -> Iterator[BackupSource]:
-    if "://" not in place:
-        yield _Directory(Path(place))
+def _opener(origin: Place, catalog: Database, work: Path) -> Iterator[Callable[[Blob], BlobReader]]:
+    """Yield what opens a file of a place, whose store may run; it raises CorruptBlob where the file is gone."""
+    if not origin.bucket:
+        yield partial(_open_file, Path(origin.directory))
         return
-    with _bucket(place, work) as data:
-        yield _Bucket(data)
+    with closing(BucketDirectory(work, open_bucket(origin.bucket, _BLOB_S))) as data, catalog.reading() as rows:
+        yield lambda blob: data.open(rows, {"file": blob})["file"]
+
+
+def _open_file(root: Path, blob: Blob) -> BlobReader:
+    try:
+        file = open(root / "blobs" / blob.digest.partition(":")[2], "rb")  # noqa: SIM115  # the reader closes it
+    except OSError as error:
+        raise CorruptBlob(f"{blob.digest} cannot be read: {error.strerror}") from error
+    return BlobReader(file, blob)
 
 
 @contextmanager
-def _empty(place: str, work: Path) -> Iterator[tuple[DataDirectory, Database]]:
-    """Open a place to copy to, which has nothing yet."""
-    if "://" not in place:
-        root = Path(place)
-        if root.exists() and any(root.iterdir()):
-            raise DataDirectoryError(f"--to: {root} is not empty")
-        with closing(DataDirectory(root)) as data, closing(Database(data.catalog_path)) as database:
-            yield data, database
+def _empty(destination: Place, work: Path, moves: bool) -> Iterator[tuple[DataDirectory, Database]]:
+    """Open a place to copy to, whose catalog has nothing yet, nor, if files come, does the rest of it."""
+    root = Path(destination.directory or work)
+    if destination.directory and moves and root.exists() and any(root.iterdir()):
+        raise DataDirectoryError(f"--to: {root} is not empty")
+    with ExitStack() as opened:
+        data = (
+            BucketDirectory(root, open_bucket(bucket, _BLOB_S))
+            if (bucket := destination.bucket)
+            else DataDirectory(root)
+        )
+        opened.enter_context(closing(data))
+        if moves and data.count_blobs():
+            raise DataDirectoryError(f"--to: {destination.files} is not empty")
+        database = opened.enter_context(closing(open_database(destination.database, data.catalog_path)))
+        if isinstance(data, BucketDirectory):
+            data.database = database
+        with database.reading() as rows:
+            if rows.execute("SELECT count(*) FROM base_models").fetchone()[0]:
+                raise DataDirectoryError(f"--to: {destination.database or data.catalog_path} is not empty")
+        yield data, database
+    if moves:
         shutil.rmtree(root / "uploads", ignore_errors=True)
-        return
-    with _bucket(place, work) as data:
-        with data.database.reading() as rows:
-            if rows.execute("SELECT EXISTS (SELECT 1 FROM base_models) OR EXISTS (SELECT 1 FROM blobs)").fetchone()[0]:
-                raise DataDirectoryError(f"--to: {place} is not empty")
-        yield data, data.database
-
-
-@contextmanager
-def _bucket(place: str, work: Path) -> Iterator[BucketDirectory]:
-    with closing(BucketDirectory(work, open_bucket(place, _BLOB_S))) as data:
-        data.database = Replica(data.catalog_path, open_bucket(place, _CATALOG_S))
-        with closing(data.database):
-            yield data
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="loraplex backup", description="Copy all that a store keeps.")
-    parser.add_argument("--from", dest="origin", metavar="PLACE", required=True, help="a store's directory or bucket")
-    parser.add_argument("--to", metavar="PLACE", required=True, help="an empty directory, or an empty bucket's folder")
+    kinds = "directory, bucket and postgresql:// URL, those that it has"
+    for flag, name, text in (("--from", "origin", "a store's"), ("--to", "destination", "the copy's, empty:")):
+        parser.add_argument(flag, dest=name, metavar="PLACE", nargs="+", required=True, help=f"{text} {kinds}")
     arguments = parser.parse_args(argv)
     try:
-        files = copy(arguments.origin, arguments.to)
+        files = copy(place("--from", arguments.origin), place("--to", arguments.destination))
     except (DataDirectoryError, CorruptBlob, Unavailable, OSError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"copied the catalog and {files} files to {arguments.to}")
+    print(f"copied the catalog and {files} files to {' '.join(arguments.destination)}")
     return 0
 
 

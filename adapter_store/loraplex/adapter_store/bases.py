@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
 from loraplex.adapter_store.database import Database
-from loraplex.adapter_store.records import Base, Blob, NewBase
+from loraplex.adapter_store.records import Base, Blob, NewBase, Row, Rows, marks
 from loraplex.adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
 from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape
 from loraplex.contracts.artifacts.generation_config import UNSAID, GenerationConfig
@@ -65,7 +64,7 @@ class BaseModels:
         states = ("live", "staged", "former") if all_revisions else ("live",)
         with self._database.reading() as rows:
             selected = rows.execute(
-                f"SELECT * FROM ({_ROWS}) WHERE position > ? AND state IN ({', '.join('?' * len(states))}) "
+                f"SELECT * FROM ({_ROWS}) AS listed WHERE position > ? AND state IN ({marks(states)}) "
                 "ORDER BY position LIMIT ?",
                 (after, *states, limit),
             )
@@ -78,7 +77,7 @@ class BaseModels:
         revision has another manifest or files and `replace` is not set.
         """
         with self._data.staged(upload, new.files) as keep:
-            return self._database.repeated(lambda: self._register(new, keep))
+            return self._register(new, keep)
 
     def _register(self, new: NewBase, keep: Keep) -> Base:
         manifest, files = new.manifest, new.files
@@ -147,21 +146,21 @@ def _not_live(base: Base) -> str:
     return f"base model {manifest.name} has {manifest.digest} as a {base.state} revision; promote it"
 
 
-def _get(rows: sqlite3.Connection, name: str) -> Base:
+def _get(rows: Rows, name: str) -> Base:
     base = _find(rows, name)
     if base is None:
         raise NotFound("base model", name)
     return base
 
 
-def _find(rows: sqlite3.Connection, name: str) -> Base | None:
+def _find(rows: Rows, name: str) -> Base | None:
     column, wanted = ("position", name) if "@" in name else ("name", name)
     state = "" if "@" in name else "AND state = 'live'"
-    row = rows.execute(f"SELECT * FROM ({_ROWS}) WHERE {column} = ? {state}", (wanted,)).fetchone()
+    row = rows.execute(f"SELECT * FROM ({_ROWS}) AS listed WHERE {column} = ? {state}", (wanted,)).fetchone()
     return None if row is None else _to_base(rows, row)
 
 
-def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
+def _to_base(rows: Rows, row: Row) -> Base:
     # A store of a later version may have written fields that this one does not know. The digest stands for all that
     # changes answers, so a worker of such a base still finds that it is another one.
     fields = {field: value for field, value in json.loads(row["manifest"]).items() if field in _FIELDS}
@@ -181,7 +180,7 @@ def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
     )
 
 
-def _insert(rows: sqlite3.Connection, manifest: BaseModel, files: Mapping[str, Blob]) -> None:
+def _insert(rows: Rows, manifest: BaseModel, files: Mapping[str, Blob]) -> None:
     fields = {name: getattr(manifest, name) for name in _FIELDS}
     fields["modules"] = [dataclasses.astuple(module) for module in manifest.modules]
     fields["generation_config"] = manifest.generation_config.given
@@ -190,7 +189,7 @@ def _insert(rows: sqlite3.Connection, manifest: BaseModel, files: Mapping[str, B
     rows.execute("DELETE FROM base_files WHERE model = ? AND revision = ?", revision)
     rows.execute(
         "INSERT INTO base_models (name, digest, manifest, create_ns) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT DO UPDATE SET manifest = excluded.manifest, create_ns = excluded.create_ns",
+        "ON CONFLICT (name, digest) DO UPDATE SET manifest = excluded.manifest, create_ns = excluded.create_ns",
         (*revision, json.dumps(fields), time.time_ns()),
     )
     rows.executemany(
@@ -199,7 +198,7 @@ def _insert(rows: sqlite3.Connection, manifest: BaseModel, files: Mapping[str, B
     )
 
 
-def _make_live(rows: sqlite3.Connection, name: str, digest: str) -> None:
+def _make_live(rows: Rows, name: str, digest: str) -> None:
     # Later than any other, also after a step of the clock.
     rows.execute(
         "UPDATE base_models SET live_ns = max(?, "
@@ -209,13 +208,13 @@ def _make_live(rows: sqlite3.Connection, name: str, digest: str) -> None:
     )
 
 
-def _remove_others(rows: sqlite3.Connection, new: BaseModel) -> set[str]:
+def _remove_others(rows: Rows, new: BaseModel) -> set[str]:
     """Remove the revisions but the new, the live, the former and the last staged one; return their files' digests."""
     kept = "SELECT digest FROM base_models WHERE name = :name AND live_ns {} NULL ORDER BY {} DESC LIMIT {}"
     gone = (
         "FROM base_models WHERE name = :name AND digest NOT IN "
-        f"({kept.format('IS NOT', 'live_ns', 2).join(['SELECT * FROM (', ')'])} UNION "
-        f"SELECT * FROM ({kept.format('IS', 'create_ns', 1)}))"
+        f"(SELECT * FROM ({kept.format('IS NOT', 'live_ns', 2)}) AS live UNION "
+        f"SELECT * FROM ({kept.format('IS', 'create_ns', 1)}) AS staged)"
     )
     values = {"name": new.name}
     blobs = rows.execute(

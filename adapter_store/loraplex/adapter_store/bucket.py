@@ -1,4 +1,4 @@
-"""Blobs in a bucket, which several stores share; a directory of the store's own has what is on its way.
+"""Blobs in a bucket, which stores on one database share; a directory of the store's own has what is on its way.
 
     blobs/HEX/ID      a complete file; the catalog's table `blobs` says which one is a digest's
 
@@ -8,13 +8,9 @@ removed after the row that named it. What a killed store has left is removed aft
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
-import sqlite3
-import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,9 +20,8 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
-from loraplex.adapter_store.database import OLD_S, Database
-from loraplex.adapter_store.records import Blob
-from loraplex.adapter_store.replica import CONTENDED_S, Conflict, Replica
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.records import Blob, Rows
 from loraplex.adapter_store.storage import (
     PIECE_BYTES,
     CorruptBlob,
@@ -37,8 +32,7 @@ from loraplex.adapter_store.storage import (
     Upload,
 )
 from loraplex.contracts.artifacts.names import DIGEST_PREFIX
-from loraplex.runtime.rpc.errors import NotFound, Unavailable
-from loraplex.runtime.rpc.interceptors import Context, Handler, Interceptor, Method, wrapped
+from loraplex.runtime.rpc.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +62,7 @@ class BucketDirectory(DataDirectory):
     def __init__(self, root: Path, bucket: ObjectStore) -> None:
         super().__init__(root)
         self._bucket = bucket
-        self.database: Replica  # set by the store, which opens it with a path of this directory
+        self.database: Database  # set by the store
 
     @contextmanager
     def staged(self, upload: Upload, files: Mapping[str, Blob]) -> Iterator[Keep]:
@@ -77,7 +71,7 @@ class BucketDirectory(DataDirectory):
             missing = [name for name, blob in files.items() if _place(rows, blob.digest) is None]
         places = {name: self._put(upload, name, files[name]) for name in missing}
 
-        def keep(rows: sqlite3.Connection, file: str) -> None:
+        def keep(rows: Rows, file: str) -> None:
             if _place(rows, files[file].digest) is None:
                 if file not in places:  # it was removed meanwhile
                     places[file] = self._put(upload, file, files[file])
@@ -99,7 +93,7 @@ class BucketDirectory(DataDirectory):
             raise Unavailable(message, reason="BUCKET_DOWN") from error
         return place
 
-    def _open(self, rows: sqlite3.Connection, blob: Blob) -> Readable:
+    def _open(self, rows: Rows, blob: Blob) -> Readable:
         place = _place(rows, blob.digest)
         if place is None:
             raise CorruptBlob(f"{blob.digest} is not in the bucket")
@@ -112,18 +106,14 @@ class BucketDirectory(DataDirectory):
 
     def remove(self, digests: Collection[str]) -> None:
         """Remove the rows of blobs that no row needs, and then their files."""
-
-        def remove() -> list[str]:
+        if not digests:
+            return
+        try:
             with self.database.transaction() as rows:
                 gone = self.database.unreferenced(digests)
                 places = [place for digest in gone if (place := _place(rows, digest)) is not None]
                 rows.executemany("DELETE FROM blobs WHERE digest = ?", [(digest,) for digest in gone])
-                return places
-
-        if not digests:
-            return
-        try:
-            self._delete(self.database.repeated(remove))
+            self._delete(places)
         except Unavailable as error:  # the next start removes them
             log.warning("%d files stay in the bucket: %s", len(digests), error)
 
@@ -144,8 +134,11 @@ class BucketDirectory(DataDirectory):
         return removed
 
     def count_blobs(self) -> int:
-        """Return 0: the catalog is beside them, and not lost alone."""
-        return 0
+        """Return the number of blobs, of many only some."""
+        try:
+            return len(next(iter(obstore.list(self._bucket, "blobs/")), ()))
+        except BaseError as error:
+            raise DataDirectoryError(f"--bucket: it cannot be read: {str(error).partition(chr(10))[0]}") from error
 
     def _delete(self, places: Collection[str]) -> None:
         with suppress(BaseError):  # those that stay are removed after a day
@@ -180,64 +173,6 @@ class _Object:
         self._pieces, self._left = None, memoryview(b"")
 
 
-def _place(rows: sqlite3.Connection, digest: str) -> str | None:
+def _place(rows: Rows, digest: str) -> str | None:
     row = rows.execute("SELECT place FROM blobs WHERE digest = ?", (digest,)).fetchone()
     return None if row is None else str(row["place"])
-
-
-class SharedCatalog(Interceptor):
-    """Makes calls again that another store was faster than, or that ask for what another one has just made.
-
-    Refuses calls with Unavailable while the store's copy of the catalog is older than OLD_S.
-    """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def wrap(self, handler: Handler, method: str) -> Handler:
-        """Wrap the handlers of all methods but uploads, whose requests are gone."""
-        if handler.request_streaming or method.startswith("/grpc."):
-            return handler
-        return wrapped(handler, self._many if handler.response_streaming else self._one)
-
-    def _check_age(self) -> None:
-        if (age_s := self._database.age_s()) > OLD_S:
-            message = f"the store has not reached its bucket for {age_s:.0f} s; others may have changed the catalog"
-            raise Unavailable(message, reason="BUCKET_DOWN")
-
-    def _one(self, method: Method) -> Method:
-        async def again(request: Any, context: Context) -> Any:
-            ends = time.monotonic() + CONTENDED_S
-            refreshed = False
-            self._check_age()
-            while True:
-                try:
-                    return await method(request, context)
-                except Conflict:
-                    if time.monotonic() > ends:
-                        raise
-                    await asyncio.sleep(random.uniform(0, 0.02))
-                except NotFound:
-                    if refreshed or not await asyncio.to_thread(self._database.refresh):
-                        raise
-                    refreshed = True
-
-        return again
-
-    def _many(self, method: Method) -> Method:
-        async def again(request: Any, context: Context) -> AsyncIterator[Any]:
-            begun = False
-            self._check_age()
-            try:
-                async for message in method(request, context):
-                    begun = True
-                    yield message
-            except NotFound:
-                if begun or not await asyncio.to_thread(self._database.refresh):
-                    raise
-            else:
-                return
-            async for message in method(request, context):
-                yield message
-
-        return again

@@ -6,11 +6,10 @@ caller's to check: the catalog knows only names.
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.deleted import DeletedRevisions
@@ -26,6 +25,8 @@ from loraplex.adapter_store.records import (
     FoundRevision,
     NewRevision,
     Revision,
+    Row,
+    Rows,
     adapter_row,
     certificates_of,
     etag_of,
@@ -37,7 +38,7 @@ from loraplex.adapter_store.records import (
     to_revision,
     with_aliases,
 )
-from loraplex.adapter_store.releases import find_candidate, is_signed, live_moved
+from loraplex.adapter_store.releases import POINT_ALIAS, find_candidate, is_signed, live_moved
 from loraplex.adapter_store.signers import Signers
 from loraplex.adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
 from loraplex.contracts.artifacts.fitness import Figures
@@ -167,7 +168,7 @@ class Catalog:
             self._signers.check_alias(new.revision.name.tenant)
         files = {CONFIG_FILE: new.revision.config, WEIGHTS_FILE: new.revision.weights}
         with self._data.staged(upload, files) as keep:
-            return self._database.repeated(lambda: self._publish(new, keep))
+            return self._publish(new, keep)
 
     def _publish(self, new: NewRevision, keep: Keep) -> tuple[Adapter, Revision, bool]:
         sent, now = new.revision, time.time_ns()
@@ -226,6 +227,7 @@ class Catalog:
         Raises NotFound, Mismatch where the base is not the revision's, InvalidField for one quantization too many.
         """
         certificate = FitnessCertificate(quantization, base_digest, figures, time.time_ns())
+        values = asdict(figures) | {"drawn": int(figures.drawn)}
         with self._database.transaction() as rows:
             revision = read_revision(rows, name)
             if base_digest != revision.base_digest:
@@ -240,11 +242,13 @@ class Catalog:
                     "certificate.quantization", f"the revision has certificates for {_QUANTIZATIONS} others already"
                 )
             rows.execute(
-                "INSERT OR REPLACE INTO certificates (adapter_id, digest, base_digest, quantization, create_ns, "
-                f"{', '.join(FIGURES)}) VALUES (?, ?, ?, ?, ?{', ?' * len(FIGURES)})",
+                "INSERT INTO certificates (adapter_id, digest, base_digest, quantization, create_ns, "
+                f"{', '.join(FIGURES)}) VALUES (?, ?, ?, ?, ?{', ?' * len(FIGURES)}) "
+                "ON CONFLICT (adapter_id, digest, base_digest, quantization) DO UPDATE SET "
+                + ", ".join(f"{column} = excluded.{column}" for column in ("create_ns", *FIGURES)),
                 (
                     *(adapter_row(rows, name.adapter_name)["id"], name.digest, base_digest, quantization),
-                    *(certificate.create_ns, *astuple(figures)),
+                    *(certificate.create_ns, *map(values.__getitem__, FIGURES)),
                 ),
             )
         return certificate
@@ -277,8 +281,8 @@ class Catalog:
                 self.deleted.take(rows, row["adapter_id"], row["digest"])
                 rows.execute("DELETE FROM revisions WHERE number = ?", (row["number"],))
                 emptied = rows.execute(
-                    "DELETE FROM adapters WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM revisions WHERE adapter_id = ?1)",
-                    (row["adapter_id"],),
+                    "DELETE FROM adapters WHERE id = ? AND NOT EXISTS (SELECT 1 FROM revisions WHERE adapter_id = ?)",
+                    (row["adapter_id"], row["adapter_id"]),
                 )
                 if emptied.rowcount:
                     end_grants(rows, AdapterName(row["tenant"], row["adapter"]), now)
@@ -296,7 +300,7 @@ class Catalog:
                     self.deleted.trim(tenant, most_bytes)
 
 
-def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: str) -> None:
+def _check(row: Row | None, name: AdapterName, base_model: str, etag: str) -> None:
     if etag and (row is None or etag_of(row) != etag):
         raise Aborted(f"{name} has changed since etag {etag} was read; read it again")
     if row is not None and row["base_model"] != base_model:
@@ -305,7 +309,7 @@ def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: st
         )
 
 
-def _check_base(rows: sqlite3.Connection, revision: Revision) -> None:
+def _check_base(rows: Rows, revision: Revision) -> None:
     selected = rows.execute(
         "SELECT digest, json_extract(manifest, '$.original_digest') AS original FROM base_models WHERE name = ?",
         (revision.base_model,),
@@ -314,7 +318,7 @@ def _check_base(rows: sqlite3.Connection, revision: Revision) -> None:
         raise Aborted(f"base model {revision.base_model} was replaced during the upload; upload again")
 
 
-def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision, now: int) -> bool:
+def _insert_revision(rows: Rows, adapter_id: int, new: NewRevision, now: int) -> bool:
     """Insert a revision; returns False for bytes that are there, which now count as validated against the new base."""
     revision = new.revision
     origin = revision.provenance
@@ -322,7 +326,7 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
     def note_origin() -> None:
         if origin is not None:  # of bytes that came twice the first origin stays
             values = (adapter_id, revision.name.digest, replace(origin, fetch_ns=now).to_json())
-            rows.execute("INSERT OR IGNORE INTO provenance VALUES (?, ?, ?)", values)
+            rows.execute("INSERT INTO provenance VALUES (?, ?, ?) ON CONFLICT DO NOTHING", values)
 
     expire_ns = None if new.ttl_s is None else now + round(new.ttl_s * 1e9)
     same = rows.execute(
@@ -348,29 +352,27 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
     return True
 
 
-def _touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:
+def _touch(rows: Rows, adapter_id: int, now: int) -> None:
     """Give an adapter that has changed another etag."""
     rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))
 
 
-def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: str) -> bool:
+def _set_alias(rows: Rows, adapter_id: int, alias: str, digest: str) -> bool:
     """Point the alias at the digest; returns whether it pointed elsewhere."""
     aliases = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
     if aliases.get(alias) == digest:
         return False
     if alias not in aliases and len(aliases) >= _MAX_ALIASES:
         raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
-    rows.execute(
-        "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, alias, digest)
-    )
+    rows.execute(POINT_ALIAS, (adapter_id, alias, digest))
     if alias == LIVE:
         live_moved(rows, adapter_id, digest)
     return True
 
 
-def _remove_alias(rows: sqlite3.Connection, adapter_id: int, alias: str) -> bool:
+def _remove_alias(rows: Rows, adapter_id: int, alias: str) -> bool:
     """Remove the alias; returns whether there was one."""
     deleted = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
     if alias == LIVE:
         live_moved(rows, adapter_id, "")
-    return deleted.rowcount > 0
+    return bool(deleted.rowcount)

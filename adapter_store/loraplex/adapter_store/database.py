@@ -1,4 +1,4 @@
-"""The catalog's SQLite file: transactions that are durable when they end.
+"""The catalog's database: transactions that are durable when they end. SQLite's file is that of one store.
 
 Its calls block: make them in a thread.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
-from loraplex.adapter_store.adapter_changes import AdapterChanges
+from loraplex.adapter_store.adapter_changes import AdapterChanges, watch
+from loraplex.adapter_store.records import Rows
 from loraplex.adapter_store.storage import DataDirectory, DataDirectoryError, disk_full
 
-# A statement, and the values that it was run with.
-Statement = tuple[str, list[Any]]
 # The tables, as numbered steps: number n, beginning at 1, makes a catalog of version n of one of version n - 1. From
 # version 1.0 on a step that was released stays as it is, and a change of the tables is another step at the end.
+# They are what SQLite and PostgreSQL both take, but for names of types (postgres.py).
 MIGRATIONS = (
     """
 CREATE TABLE adapters (
@@ -280,108 +280,55 @@ SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
     OR EXISTS (SELECT 1 FROM deleted_revisions WHERE config_digest = :digest)
     OR EXISTS (SELECT 1 FROM deleted_revisions WHERE weights_digest = :digest)
 """
+# Tables whose rows have a number that the database gives, and that is not given again.
+NUMBERED = {"adapters": "id", "revisions": "number", "release_events": "event"}
 
 
-T = TypeVar("T")
-# Maximum age in seconds of the copy of the catalog that calls are answered from: longer than short outages of a bucket.
-# A caller that is refused goes on with its own copy, or to another store.
-OLD_S = 30.0
+class Database(ABC):
+    """The catalog. One thread changes it at a time, which may hold `lock` around several transactions."""
 
-
-class Connection(sqlite3.Connection):
-    """A connection that notes the statements of a transaction, with their values, where somebody wants them."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.row_factory = sqlite3.Row
-        self.noted: list[Statement] | None = None
-
-    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """Run a statement."""
-        if self.noted is not None:
-            self.noted.append((sql, [parameters]))
-        return super().execute(sql, parameters)
-
-    def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
-        """Run a statement with each of several values."""
-        values = list(parameters)
-        if self.noted is not None:
-            self.noted.append((sql, values))
-        return super().executemany(sql, values)
-
-
-class Database:
-    """A connection that one thread uses at a time. `lock` may be held around several transactions.
-
-    A catalog of an earlier version gets the steps that it lacks. Raises DataDirectoryError, also where there are
-    `blobs` of a catalog that is missing: it would have them removed.
-    """
-
-    def __init__(self, path: Path, blobs: int = 0) -> None:
+    def __init__(self) -> None:
         self.lock = threading.RLock()
-        # Called with the statements of other stores' changes, or None for all of them, with the lock held.
-        self.changed: Callable[[list[Statement] | None], None] = lambda _: None
         self.adapter_changes = AdapterChanges()
-        if blobs and not (path.is_file() and path.stat().st_size):
-            raise _lost_catalog(path, blobs)
-        try:
-            with ExitStack() as opened:
-                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=Connection)
-                opened.callback(connection.close)
-                # In WAL mode with FULL every commit is on the disk before it returns.
-                # With secure_delete removed rows are overwritten.
-                for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
-                    connection.execute(f"PRAGMA {pragma}")
-                migrate(connection, path, blobs)
-                _check_shape(connection, path)
-                self.adapter_changes.watch(connection)
-                opened.pop_all()
-        except sqlite3.Error as error:
-            raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
-        self._connection = connection
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction: all of it happens or nothing, and it is on disk when it ends.
+    @abstractmethod
+    def transaction(self) -> AbstractContextManager[Rows]:
+        """Run a transaction: all of it happens or nothing, it is durable when it ends, and no other runs meanwhile.
 
-        Raises Exhausted on a full disk.
+        Raises Exhausted on a full disk, Unavailable where the database does not answer: it may have happened then.
         """
-        with self.lock:
-            committed = False
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                yield self._connection
-                self._connection.execute("COMMIT")
-                committed = True
-            except BaseException as error:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-                    raise disk_full() from error
-                raise
-            finally:
-                self.adapter_changes.end_transaction(committed=committed)
 
-    def repeated(self, change: Callable[[], T]) -> T:
-        """Return what a change returns. Of stores that share a catalog one may have to make it again."""
-        return change()
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[Rows]:
+        """Run a transaction that reads: all that it reads belongs to the same moment. Raises Unavailable."""
 
-    def refresh(self) -> bool:
-        """Tell whether another store has changed the catalog, which this one has now read."""
-        return False
+    def merging(self) -> AbstractContextManager[Rows]:
+        """Run a transaction of statements that are right beside any other's, and so may run beside it."""
+        return self.transaction()
+
+    @abstractmethod
+    def follow(self, changed: Callable[[Set[str] | None], None]) -> None:
+        """Call `changed` with what other stores change: `api_keys`, `plans`, or None for everything."""
 
     def age_s(self) -> float:
-        """Return the time in seconds since this was surely the catalog of all stores."""
+        """Return the time in seconds since `follow` surely told of all changes."""
         return 0.0
 
-    def tidy(self) -> None:
-        """Remove what the catalog does not need any more."""
+    @abstractmethod
+    def forget_removed(self) -> None:
+        """Overwrite removed rows, where the database can."""
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that reads: all that it reads belongs to the same moment."""
-        with self.lock:
-            yield self._connection
+    @abstractmethod
+    def numbers(self) -> dict[str, int]:
+        """Return the last number that was given, by table of NUMBERED."""
+
+    @abstractmethod
+    def set_numbers(self, rows: Rows, numbers: dict[str, int]) -> None:
+        """Give later numbers from now on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections."""
 
     def referenced_blobs(self) -> set[str]:
         """Return the digests of all blobs that a row needs."""
@@ -402,22 +349,92 @@ class Database:
             finally:
                 data.remove(self.unreferenced(digests))
 
+
+class EmbeddedDatabase(Database):
+    """A file of SQLite, with one connection. A catalog of an earlier version gets the steps that it lacks.
+
+    Raises DataDirectoryError, also where there are `blobs` of a catalog that is missing: it would have them removed.
+    """
+
+    def __init__(self, path: Path, blobs: int = 0) -> None:
+        super().__init__()
+        if blobs and not (path.is_file() and path.stat().st_size):
+            raise lost_catalog(f"--data: {path}", blobs)
+        try:
+            with ExitStack() as opened:
+                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                opened.callback(connection.close)
+                connection.row_factory = sqlite3.Row
+                # In WAL mode with FULL every commit is on the disk before it returns.
+                # With secure_delete removed rows are overwritten.
+                for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+                    connection.execute(f"PRAGMA {pragma}")
+                _migrate(connection, path, blobs)
+                _check_shape(connection, path)
+                watch(connection, self.adapter_changes.note)
+                opened.pop_all()
+        except sqlite3.Error as error:
+            raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
+        self._connection = connection
+
+    @contextmanager
+    def transaction(self) -> Iterator[Rows]:
+        with self.lock:
+            committed = False
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield self._connection
+                self._connection.execute("COMMIT")
+                committed = True
+            except BaseException as error:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+                    raise disk_full() from error
+                raise
+            finally:
+                self.adapter_changes.end_transaction(committed=committed)
+
+    @contextmanager
+    def reading(self) -> Iterator[Rows]:
+        with self.lock:
+            yield self._connection
+
+    def follow(self, changed: Callable[[Set[str] | None], None]) -> None:
+        """Nobody else changes the file."""
+
     def forget_removed(self) -> None:
         """Write the removal of rows into the file itself, and empty the journal, which still has them."""
         with self.lock:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
+    def numbers(self) -> dict[str, int]:
+        with self.reading() as rows:
+            return dict(rows.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
+
+    def set_numbers(self, rows: Rows, numbers: dict[str, int]) -> None:
+        rows.execute("DELETE FROM sqlite_sequence")
+        rows.executemany("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", numbers.items())
+
     def close(self) -> None:
-        """Close the connection."""
         with self.lock:
             self._connection.close()
 
 
-def migrate(connection: sqlite3.Connection, path: Path, blobs: int = 0) -> None:
+def open_database(url: str, path: Path, blobs: int = 0) -> Database:
+    """Open the catalog of so many files at a URL of PostgreSQL, or without one at a path. Raises DataDirectoryError."""
+    if not url:
+        return EmbeddedDatabase(path, blobs)
+    from loraplex.adapter_store.postgres import PostgresDatabase
+
+    return PostgresDatabase(url, blobs)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path, blobs: int) -> None:
     """Run the migrations that the catalog lacks, each in a transaction."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version == 0 and blobs:
-        raise _lost_catalog(path, blobs)
+        raise lost_catalog(f"--data: {path}", blobs)
     if version > len(MIGRATIONS):
         raise DataDirectoryError(f"--data: {path} was written by a later version of the store")
     for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
@@ -435,8 +452,9 @@ def _check_shape(connection: sqlite3.Connection, path: Path) -> None:
         raise DataDirectoryError(f"--data: {path} {message}")
 
 
-def _lost_catalog(path: Path, blobs: int) -> DataDirectoryError:
+def lost_catalog(place: str, blobs: int) -> DataDirectoryError:
+    """Return the error of a catalog that has nothing of the files that are there."""
     return DataDirectoryError(
-        f"--data: {path} is missing or empty, but there are {blobs} files in {path.parent / 'blobs'}: "
+        f"{place} is missing or empty, but there are {blobs} files in the directory's blobs: "
         "restore the catalog from a backup, or move the files away to begin with an empty store"
     )

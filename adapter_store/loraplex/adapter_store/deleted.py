@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 
 from loraplex.adapter_store.database import Database
-from loraplex.adapter_store.records import Revision, to_revision
+from loraplex.adapter_store.records import Revision, Rows, to_revision
 from loraplex.adapter_store.storage import DataDirectory
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName
 
@@ -32,16 +31,17 @@ class DeletedRevisions:
         self._keep_ns = round(keep_s * 1e9)
         self._clock = clock
 
-    def take(self, rows: sqlite3.Connection, adapter_id: int, digest: str = "") -> None:
+    def take(self, rows: Rows, adapter_id: int, digest: str = "") -> None:
         """Record revisions of an adapter as deleted, which the caller deletes in the same transaction; or only one."""
         rows.execute(
-            f"INSERT OR REPLACE INTO deleted_revisions ({_COLUMNS.format('')}, delete_ns) "
+            f"INSERT INTO deleted_revisions ({_COLUMNS.format('')}, delete_ns) "
             f"SELECT {_COLUMNS.format('revisions.')}, ? FROM revisions JOIN adapters ON adapters.id = adapter_id "
-            "WHERE adapter_id = ? AND ? IN ('', digest)",
+            "WHERE adapter_id = ? AND ? IN ('', digest) ON CONFLICT (tenant, adapter, digest) DO UPDATE SET "
+            + ", ".join(f"{column} = excluded.{column}" for column in (*_COLUMNS.format("").split(", "), "delete_ns")),
             (self._clock(), adapter_id, digest),
         )
 
-    def find(self, rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
+    def find(self, rows: Rows, name: RevisionName) -> Revision | None:
         """Return a deleted revision that may still be downloaded."""
         row = rows.execute(
             "SELECT * FROM deleted_revisions WHERE tenant = ? AND adapter = ? AND digest = ? AND delete_ns > ?",
@@ -59,14 +59,11 @@ class DeletedRevisions:
 
     def trim(self, tenant: str, most_bytes: int) -> int:
         """Remove a tenant's revisions beyond so many bytes, those deleted first; returns how many."""
-        upto = "sum(config_bytes + weights_bytes) OVER (ORDER BY delete_ns DESC, rowid DESC)"
-        latest = f"SELECT rowid, {upto} AS upto FROM deleted_revisions WHERE tenant = ?"
-        return self._remove(f"rowid IN (SELECT rowid FROM ({latest}) WHERE upto > ?)", [tenant, most_bytes])
+        upto = "sum(config_bytes + weights_bytes) OVER (ORDER BY delete_ns DESC, number DESC)"
+        latest = f"SELECT number, {upto} AS upto FROM deleted_revisions WHERE tenant = ?"
+        return self._remove(f"number IN (SELECT number FROM ({latest}) AS latest WHERE upto > ?)", [tenant, most_bytes])
 
     def _remove(self, where: str, values: Sequence[int | str]) -> int:
-        return self.database.repeated(lambda: self._remove_once(where, values))
-
-    def _remove_once(self, where: str, values: Sequence[int | str]) -> int:
         digests: set[str] = set()
         with self.database.swept(self.data, digests), self.database.transaction() as rows:
             removed = rows.execute(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import grpc
 
 from loraplex.adapter_store.convert import list_page, own_adapter, refusals, seconds_of, timestamp
 from loraplex.adapter_store.database import Database
-from loraplex.adapter_store.records import adapter_row
+from loraplex.adapter_store.records import Rows, adapter_row
 from loraplex.admin.v1 import grants_pb2 as pb
 from loraplex.admin.v1 import grants_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, AdapterName, check_tenant
@@ -62,11 +61,12 @@ class Grants:
 
     def note_expired(self) -> None:
         """Tell routers of the adapters of which a grant has ended by its time since the last call."""
-        since, self._looked_ns = self._looked_ns, self._clock()
+        now = self._clock()
         with self._database.reading() as rows:
-            between = (since, self._looked_ns)
+            between = (self._looked_ns, now)
             expired = rows.execute("SELECT adapter FROM grants WHERE expire_ns > ? AND expire_ns <= ?", between)
             self._database.adapter_changes.publish(row["adapter"] for row in expired)
+        self._looked_ns = now
 
     async def may_use(self, name: AdapterName, tenant: str, *, running: bool = False) -> bool:
         """Return whether the tenant may use the adapter; with `running`, whether a job that runs on it may go on."""
@@ -130,7 +130,7 @@ class Grants:
             return [Grant(name, row["grantee"], row["create_ns"], row["expire_ns"]) for row in selected]
 
 
-def end_grants(rows: sqlite3.Connection, name: AdapterName, now: int) -> None:
+def end_grants(rows: Rows, name: AdapterName, now: int) -> None:
     """End all grants of an adapter that is being deleted."""
     rows.execute(
         "UPDATE grants SET end_ns = ? WHERE tenant = ? AND adapter = ? AND end_ns IS NULL",

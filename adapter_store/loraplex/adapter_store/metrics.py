@@ -16,7 +16,7 @@ class StoreMetrics(Meters):
         self.audit = AuditCounts(self)
         self.disk_usage = self.gauge("store_disk_usage_perc", "Share of the store's disk in use.")
         self.catalog_age = self.gauge(
-            "store_catalog_age_seconds", "Time since the bucket last said that this store has all changes."
+            "store_catalog_age_seconds", "Time since this store surely heard of all changes in the database."
         )
         self.sent = self.counter("store_sent_bytes", "Bytes of files that were sent.")
         self.received = self.counter("store_received_bytes", "Bytes of files that came.")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import secrets
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import grpc
 from loraplex.adapter_store.convert import check_key_id, list_page, refusals
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.metrics import StoreMetrics
+from loraplex.adapter_store.records import Row, Rows, marks
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
@@ -76,9 +76,10 @@ class StoredPlans:
 
     def reload(self) -> None:
         """Read the catalog's plans, which another store may have changed; readers begin anew."""
-        self.epoch = secrets.token_hex(8)
-        with self._database.reading() as rows:
+        # A plan that is set meanwhile would be forgotten.
+        with self._database.lock, self._database.reading() as rows:
             self._plans = {row["name"]: _to_plan(row) for row in rows.execute("SELECT * FROM plans")}
+            self.epoch = secrets.token_hex(8)
 
     def of(self, tenant: str) -> Plan:
         """Return a tenant's plan. The shared adapters are the operators': the default plan does not limit them."""
@@ -129,9 +130,10 @@ class StoredPlans:
 
     def purge(self, names: Iterable[str]) -> list[str]:
         """Forget plans, deleted ones too; returns their names. Readers begin anew."""
+        names = list(names)
         with self._database.lock:
-            gone = self.existing(names)
             with self._database.transaction() as rows:
+                gone = [row[0] for row in rows.execute(f"SELECT name FROM plans WHERE name IN ({marks(names)})", names)]
                 rows.executemany("DELETE FROM plans WHERE name = ?", [(name,) for name in gone])
             if gone:
                 self._plans = {name: one for name, one in self._plans.items() if name not in gone}
@@ -141,22 +143,27 @@ class StoredPlans:
     def _write(self, name: str, plan: Plan | None, etag: str) -> NamedPlan:
         values = None if plan is None else json.dumps({k: v for k, v in asdict(plan).items() if v is not None})
         with self._database.lock:
-            stored = self._plans.get(name)
-            if stored is not None and stored.plan is None:
-                stored = None
-            if etag and (stored is None or stored.etag != etag):
-                raise Aborted(f"plan {name} has changed since etag {etag} was read; read it again")
-            if plan is None and stored is None:
-                raise NotFound("plan", name)
-            written = NamedPlan(name, plan, max((one.change for one in self._plans.values()), default=0) + 1)
             with self._database.transaction() as rows:
+                # Another store may just have changed it.
+                found = rows.execute("SELECT * FROM plans WHERE name = ? AND plan IS NOT NULL", (name,)).fetchone()
+                stored = None if found is None else _to_plan(found)
+                if etag and (stored is None or stored.etag != etag):
+                    raise Aborted(f"plan {name} has changed since etag {etag} was read; read it again")
+                if plan is None and stored is None:
+                    raise NotFound("plan", name)
+                latest = rows.execute("SELECT coalesce(max(change), 0) FROM plans").fetchone()[0]
+                written = NamedPlan(name, plan, latest + 1)
                 row = (name, values, written.change)
-                rows.execute("INSERT OR REPLACE INTO plans (name, plan, change) VALUES (?, ?, ?)", row)
+                rows.execute(
+                    "INSERT INTO plans (name, plan, change) VALUES (?, ?, ?) "
+                    "ON CONFLICT (name) DO UPDATE SET plan = excluded.plan, change = excluded.change",
+                    row,
+                )
             self._plans = {**self._plans, name: written}
         return written
 
 
-def _to_plan(row: sqlite3.Row) -> NamedPlan:
+def _to_plan(row: Row) -> NamedPlan:
     if row["plan"] is None:
         return NamedPlan(row["name"], None, row["change"])
     # A store of a later version may have written fields that this one does not know.
@@ -269,15 +276,15 @@ class StoreQuotas:
         """Return the base model that an upload means where it names none; empty: no plan says one."""
         return self._plans.default_model(tenant, key_id)
 
-    def check_upload(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
+    def check_upload(self, rows: Rows, tenant: str, key_id: str, *, new_adapter: bool) -> None:
         """Check that a tenant and a key of it have room for another revision, before its bytes come."""
         self._check_room(rows, tenant, key_id, new_adapter, coming=1)
 
-    def check_stored(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
+    def check_stored(self, rows: Rows, tenant: str, key_id: str, *, new_adapter: bool) -> None:
         """Check what both have with a revision that was inserted just now; the caller rolls back on an error."""
         self._check_room(rows, tenant, key_id, new_adapter, coming=0)
 
-    def _check_room(self, rows: sqlite3.Connection, tenant: str, key_id: str, new_adapter: bool, coming: int) -> None:
+    def _check_room(self, rows: Rows, tenant: str, key_id: str, new_adapter: bool, coming: int) -> None:
         """Check that what each has, and at least `coming` adapters and bytes more, are within its plan."""
         for name, plan in self._plans_of(tenant, key_id).items():
             kind, _, owner = name.partition("/")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from loraplex.adapter_store.api_keys import ApiKeys
 from loraplex.adapter_store.convert import refusals
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.plans import StoredPlans
+from loraplex.adapter_store.records import Rows, marks
 from loraplex.adapter_store.storage import DataDirectory
 from loraplex.admin.v1 import tenants_pb2 as pb
 from loraplex.admin.v1 import tenants_pb2_grpc
@@ -49,8 +48,8 @@ _BLOBS = (
 
 # The digests among `digests` that are of an existing revision, deleted ones included.
 _EXISTING = (
-    "SELECT digest FROM revisions WHERE digest IN (SELECT value FROM json_each(:digests)) UNION "
-    "SELECT digest FROM deleted_revisions WHERE digest IN (SELECT value FROM json_each(:digests))"
+    "SELECT digest FROM revisions WHERE digest IN ({0}) UNION "
+    "SELECT digest FROM deleted_revisions WHERE digest IN ({0})"
 )
 log = logging.getLogger(__name__)
 
@@ -90,11 +89,11 @@ class TenantPurge:
 
     def purge(self, tenant: str) -> Purged:
         """Remove everything of a tenant. Doing it again is right."""
-        keys = self._database.repeated(lambda: self._keys.purge(tenant))  # first, so that nothing new comes
+        keys = self._keys.purge(tenant)  # first, so that nothing new comes
         self._keys_changed()
         names = [plan_name(tenant), *(f"keys/{key_id}" for key_id in keys)]
-        plans = self._database.repeated(lambda: self._plans.purge(names))
-        removed, blobs = self._database.repeated(lambda: self._remove(tenant))
+        plans = self._plans.purge(names)
+        removed, blobs = self._remove(tenant)
         self._database.forget_removed()
         gone = self._database.unreferenced(blobs)
         removed += [f"keys/{key_id}" for key_id in keys] + [f"plans/{name}" for name in plans]
@@ -116,7 +115,7 @@ class TenantPurge:
     def gone(self, digests: Sequence[str]) -> list[str]:
         """Return those of the revisions, by digest, that the store has of no tenant, not even as deleted ones."""
         with self._database.reading() as rows:
-            existing = {digest for (digest,) in rows.execute(_EXISTING, {"digests": json.dumps(digests)})}
+            existing = {digest for (digest,) in rows.execute(_EXISTING.format(marks(digests)), (*digests, *digests))}
         return [digest for digest in digests if digest not in existing]
 
     def _remaining(self, tenant: str, gone: list[str]) -> list[str]:
@@ -127,7 +126,7 @@ class TenantPurge:
         return remaining + [f"blobs/{digest}" for digest in gone if self._data.has(digest)]
 
 
-def _names(rows: sqlite3.Connection, tenant: str) -> Iterator[str]:
+def _names(rows: Rows, tenant: str) -> Iterator[str]:
     for statement in _NAMES:
         yield from (name for (name,) in rows.execute(statement, {"tenant": tenant}).fetchall())
 

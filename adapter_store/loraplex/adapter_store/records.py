@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
 
 from loraplex.adapter_store.rollouts import ReleaseName, RolloutPlan
 from loraplex.contracts.artifacts.base_model import BaseModel
@@ -25,10 +25,30 @@ _BY_DIGESTS = (
     "SELECT revisions.digest, tenant, adapter, NULL AS delete_ns, (SELECT json_group_array(alias) "
     "FROM aliases WHERE aliases.adapter_id = adapters.id AND aliases.digest = revisions.digest) AS aliases "
     "FROM revisions JOIN adapters ON adapters.id = adapter_id "
-    "WHERE revisions.digest IN (SELECT value FROM json_each(:digests)) UNION ALL "
+    "WHERE revisions.digest IN ({0}) UNION ALL "
     "SELECT digest, tenant, adapter, delete_ns, '[]' FROM deleted_revisions "
-    "WHERE digest IN (SELECT value FROM json_each(:digests)) ORDER BY 1, 2, 3, 4"
+    "WHERE digest IN ({0}) ORDER BY 1, 2, 3, 4"
 )
+
+
+# A row: its values in order, or by the name of their column.
+Row = Any
+
+
+class Rows(Protocol):
+    """The catalog's rows within a transaction: runs statements, whose values are `?` or `:name`, as sqlite3 does.
+
+    Statements are of what SQLite and PostgreSQL both take; the functions of two arguments max() and json_extract() too.
+    """
+
+    def execute(self, sql: str, parameters: Any = (), /) -> Any: ...
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> object: ...
+
+
+def marks(values: Sequence[object]) -> str:
+    """Return a `?` for each of the values."""
+    return ", ".join("?" * len(values)) or "NULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,42 +200,42 @@ class NewBase:
     stage: bool
 
 
-def find_adapter(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row | None:
+def find_adapter(rows: Rows, name: AdapterName) -> Row | None:
     selected = rows.execute("SELECT * FROM adapters WHERE tenant = ? AND adapter = ?", (name.tenant, name.adapter))
-    row: sqlite3.Row | None = selected.fetchone()
+    row: Row | None = selected.fetchone()
     return row
 
 
-def adapter_row(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row:
+def adapter_row(rows: Rows, name: AdapterName) -> Row:
     row = find_adapter(rows, name)
     if row is None:
         raise NotFound("adapter", str(name))
     return row
 
 
-def to_adapter(rows: sqlite3.Connection, row: sqlite3.Row) -> Adapter:
+def to_adapter(rows: Rows, row: Row) -> Adapter:
     aliases = rows.execute(f"SELECT {ALIASES} FROM adapters WHERE id = ?", (row["id"],)).fetchone()[0]
     return with_aliases(row, aliases)
 
 
-def with_aliases(row: sqlite3.Row, aliases: str) -> Adapter:
+def with_aliases(row: Row, aliases: str | None) -> Adapter:
     """Return the adapter of a row, with its aliases as ALIASES selects them."""
     return Adapter(
         name=AdapterName(row["tenant"], row["adapter"]),
         base_model=row["base_model"],
-        aliases=dict(sorted(json.loads(aliases).items())),
+        aliases=dict(sorted(json.loads(aliases or "{}").items())),
         create_ns=row["create_ns"],
         update_ns=row["update_ns"],
         etag=etag_of(row),
     )
 
 
-def etag_of(row: sqlite3.Row) -> str:
+def etag_of(row: Row) -> str:
     # An adapter deleted and made again has another id.
     return f"{row['id']}-{row['changes']}"
 
 
-def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
+def find_revision(rows: Rows, name: RevisionName) -> Revision | None:
     row = rows.execute(
         REVISIONS + "WHERE tenant = ? AND adapter = ? AND revisions.digest = ?",
         (name.tenant, name.adapter, name.digest),
@@ -223,26 +243,26 @@ def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | No
     return None if row is None else to_revision(row, certificates_of(rows, row))
 
 
-def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
+def read_revision(rows: Rows, name: RevisionName) -> Revision:
     revision = find_revision(rows, name)
     if revision is None:
         raise NotFound("revision", str(name))
     return revision
 
 
-def find_by_digests(rows: sqlite3.Connection, digests: Sequence[str]) -> list[FoundRevision]:
+def find_by_digests(rows: Rows, digests: Sequence[str]) -> list[FoundRevision]:
     """Return the revisions of these digests, deleted ones included, in order of digest and adapter."""
     return [
         FoundRevision(
             RevisionName(row["tenant"], row["adapter"], row["digest"]),
-            tuple(sorted(json.loads(row["aliases"]))),
+            tuple(sorted(json.loads(row["aliases"] or "[]"))),
             row["delete_ns"],
         )
-        for row in rows.execute(_BY_DIGESTS, {"digests": json.dumps(digests)})
+        for row in rows.execute(_BY_DIGESTS.format(marks(digests)), (*digests, *digests))
     ]
 
 
-def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[FitnessCertificate, ...]:
+def certificates_of(rows: Rows, revision: Row) -> tuple[FitnessCertificate, ...]:
     """Return the certificates of a revision that were made with its base model."""
     selected = rows.execute(
         "SELECT * FROM certificates WHERE adapter_id = ? AND digest = ? AND base_digest = ? ORDER BY quantization",
@@ -259,7 +279,7 @@ def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[Fi
     )
 
 
-def to_revision(row: sqlite3.Row, certificates: tuple[FitnessCertificate, ...] = ()) -> Revision:
+def to_revision(row: Row, certificates: tuple[FitnessCertificate, ...] = ()) -> Revision:
     """Return the revision of a row, with its certificates."""
     return Revision(
         name=RevisionName(row["tenant"], row["adapter"], row["digest"]),

@@ -44,6 +44,7 @@ from loraplex.contracts.artifacts.outcomes import Outcomes, ShadowOutcomes, Step
 from loraplex.contracts.artifacts.statements import BUNDLE_BYTES
 from loraplex.runtime.rpc.errors import CallError, DataLoss, InvalidField
 from loraplex.runtime.rpc.principal import caller, calling_tenant
+from loraplex.runtime.telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         self._signers = signers
         self._catalog = catalog
         self._record = record
+        self._stands_still = LogOnce(log)
         # The last change of a release that was seen, and what is set at the next one.
         self._latest, self._changed = 0, asyncio.Event()
 
@@ -152,9 +154,11 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         """Hold all rollouts against their plans, and wake the calls that watch releases; called every LOOK_S."""
         try:
             self._note(await asyncio.to_thread(self._releases.judge_all))
-        except CallError as error:  # the disk is full
-            log.warning("rollouts stand still: %s", error)
-        latest = await asyncio.to_thread(self._releases.latest_change)
+            latest = await asyncio.to_thread(self._releases.latest_change)
+        except CallError as error:  # the disk is full, or the database does not answer
+            self._stands_still(f"rollouts stand still: {error}")
+            return
+        self._stands_still.reset()
         if latest != self._latest:
             self._latest, changed, self._changed = latest, self._changed, asyncio.Event()
             changed.set()

@@ -6,7 +6,6 @@ Blocks: call it in a thread. Tenants are the caller's to check.
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 
 from loraplex.adapter_store.database import Database
-from loraplex.adapter_store.records import Candidate, adapter_row, read_revision
+from loraplex.adapter_store.records import Candidate, Row, Rows, adapter_row, read_revision
 from loraplex.adapter_store.rollouts import (
     ALLOWED,
     GateResult,
@@ -36,6 +35,10 @@ MOST_RELEASES = 1_000
 MOST_EVENTS = 500
 # The actor of steps and rollbacks by rule.
 STORE = "store"
+POINT_ALIAS = (
+    "INSERT INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?) "
+    "ON CONFLICT (adapter_id, alias) DO UPDATE SET digest = excluded.digest"
+)
 _SELECT = "SELECT releases.*, tenant, adapter FROM releases JOIN adapters ON adapters.id = adapter_id "
 
 
@@ -203,7 +206,8 @@ class Releases:
                 if release.state is not ReleaseState.CANARY or release.step != step:
                     continue
                 rows.execute(
-                    "INSERT OR REPLACE INTO release_outcomes VALUES (?, ?, ?, ?, ?)",
+                    "INSERT INTO release_outcomes VALUES (?, ?, ?, ?, ?) "
+                    "ON CONFLICT (adapter_id, number, step, reporter) DO UPDATE SET outcomes = excluded.outcomes",
                     (release.adapter_id, name.number, step, reporter, msgspec.json.encode(sums).decode()),
                 )
                 changed += self._judge(rows, _read(rows, name))
@@ -224,7 +228,7 @@ class Releases:
                 changed += self._judge(rows, _read(rows, _name(row)))
         return changed
 
-    def _judge(self, rows: sqlite3.Connection, release: Release) -> list[Release]:
+    def _judge(self, rows: Rows, release: Release) -> list[Release]:
         """Roll a canary back, or take it to its next step, where its sums say so; returns it if it changed."""
         if release.state is not ReleaseState.CANARY or release.plan is None:
             return []
@@ -240,7 +244,7 @@ class Releases:
         return [_move(rows, release, ReleaseState.CANARY, now, STORE, _share(plan, step), figures)]
 
 
-def find_candidate(rows: sqlite3.Connection, live: RevisionName) -> Candidate | None:
+def find_candidate(rows: Rows, live: RevisionName) -> Candidate | None:
     """Return what is rolled out in the place of a revision."""
     row = rows.execute(
         _SELECT + "WHERE tenant = ? AND adapter = ? AND state = ? AND baseline = ?",
@@ -254,13 +258,13 @@ def find_candidate(rows: sqlite3.Connection, live: RevisionName) -> Candidate | 
     return Candidate(revision, release.name, release.step, release.plan)
 
 
-def is_signed(rows: sqlite3.Connection, adapter_id: int, digest: str) -> bool:
+def is_signed(rows: Rows, adapter_id: int, digest: str) -> bool:
     """Return whether a release has the signer of a revision."""
     query = "SELECT 1 FROM releases WHERE adapter_id = ? AND digest = ? AND json_extract(record, '$.signer') != ''"
     return rows.execute(query, (adapter_id, digest)).fetchone() is not None
 
 
-def live_moved(rows: sqlite3.Connection, adapter_id: int, digest: str) -> None:
+def live_moved(rows: Rows, adapter_id: int, digest: str) -> None:
     """Note in the adapter's releases that `live` was moved by other means; an empty digest: it was removed."""
     now, who = time.time_ns(), known_caller()
     actor = STORE if who is None else who.name
@@ -273,7 +277,7 @@ def live_moved(rows: sqlite3.Connection, adapter_id: int, digest: str) -> None:
     _make_live(rows, adapter_id, digest, now, actor, cause)
 
 
-def _make_live(rows: sqlite3.Connection, adapter_id: int, digest: str, now: int, actor: str, cause: str) -> None:
+def _make_live(rows: Rows, adapter_id: int, digest: str, now: int, actor: str, cause: str) -> None:
     """Note that a revision is live in the newest of its releases that was not rolled back."""
     row = rows.execute(
         _SELECT + "WHERE adapter_id = ? AND digest = ? AND state != 'rolled back' ORDER BY number DESC LIMIT 1",
@@ -288,7 +292,7 @@ def _share(plan: RolloutPlan, step: int) -> str:
 
 
 def _go_live(
-    rows: sqlite3.Connection,
+    rows: Rows,
     release: Release,
     live: str,
     now: int,
@@ -312,20 +316,18 @@ def _go_live(
     return release
 
 
-def _point_live(rows: sqlite3.Connection, adapter_id: int, digest: str, now: int) -> None:
-    rows.execute(
-        "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, LIVE, digest)
-    )
+def _point_live(rows: Rows, adapter_id: int, digest: str, now: int) -> None:
+    rows.execute(POINT_ALIAS, (adapter_id, LIVE, digest))
     rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))
 
 
-def _live_digest(rows: sqlite3.Connection, adapter_id: int) -> str:
+def _live_digest(rows: Rows, adapter_id: int) -> str:
     row = rows.execute("SELECT digest FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, LIVE)).fetchone()
     return "" if row is None else str(row["digest"])
 
 
 def _move(
-    rows: sqlite3.Connection,
+    rows: Rows,
     release: Release,
     after: ReleaseState,
     now: int,
@@ -355,25 +357,26 @@ def _move(
     return _with_history(rows, _read(rows, moved.name))
 
 
-def _note(rows: sqlite3.Connection, release: Release, event: ReleaseEvent) -> None:
+def _note(rows: Rows, release: Release, event: ReleaseEvent) -> None:
     key = {"adapter_id": release.adapter_id, "number": release.name.number}
     rows.execute(
         "INSERT INTO release_events (adapter_id, number, record) VALUES (:adapter_id, :number, :record)",
         {**key, "record": msgspec.json.encode(event).decode()},
     )
     rows.execute(
-        "DELETE FROM release_events WHERE event IN (SELECT event FROM release_events "
-        "WHERE adapter_id = :adapter_id AND number = :number ORDER BY event DESC LIMIT -1 OFFSET :most)",
+        "DELETE FROM release_events WHERE adapter_id = :adapter_id AND number = :number AND event <= ("
+        "SELECT event FROM release_events WHERE adapter_id = :adapter_id AND number = :number "
+        "ORDER BY event DESC LIMIT 1 OFFSET :most)",
         {**key, "most": MOST_EVENTS},
     )
 
 
-def _next_change(rows: sqlite3.Connection, now: int) -> int:
+def _next_change(rows: Rows, now: int) -> int:
     # By the clock, so that a number of a deleted release is not given again.
     return max(now, int(_one(rows, "SELECT coalesce(max(change), 0) + 1 FROM releases")))
 
 
-def _one(rows: sqlite3.Connection, query: str, *values: Any) -> int:
+def _one(rows: Rows, query: str, *values: Any) -> int:
     return int(rows.execute(query, values).fetchone()[0])
 
 
@@ -381,11 +384,11 @@ def _record(release: Release) -> str:
     return msgspec.json.encode(_Record(release.origin, release.signer, release.gates, release.plan)).decode()
 
 
-def _name(row: sqlite3.Row) -> ReleaseName:
+def _name(row: Row) -> ReleaseName:
     return ReleaseName(AdapterName(row["tenant"], row["adapter"]), row["number"])
 
 
-def _read(rows: sqlite3.Connection, name: ReleaseName) -> Release:
+def _read(rows: Rows, name: ReleaseName) -> Release:
     row = rows.execute(
         _SELECT + "WHERE tenant = ? AND adapter = ? AND number = ?",
         (name.adapter.tenant, name.adapter.adapter, name.number),
@@ -395,14 +398,14 @@ def _read(rows: sqlite3.Connection, name: ReleaseName) -> Release:
     return _to_release(rows, row)
 
 
-def _checked(rows: sqlite3.Connection, name: ReleaseName, etag: str) -> Release:
+def _checked(rows: Rows, name: ReleaseName, etag: str) -> Release:
     release = _read(rows, name)
     if etag and release.etag != etag:
         raise Aborted(f"{name} has changed since etag {etag} was read; read it again")
     return release
 
 
-def _to_release(rows: sqlite3.Connection, row: sqlite3.Row) -> Release:
+def _to_release(rows: Rows, row: Row) -> Release:
     record = msgspec.json.decode(row["record"], type=_Record)
     outcomes = StepOutcomes()
     if record.plan is not None:
@@ -430,7 +433,7 @@ def _to_release(rows: sqlite3.Connection, row: sqlite3.Row) -> Release:
     )
 
 
-def _with_history(rows: sqlite3.Connection, release: Release) -> Release:
+def _with_history(rows: Rows, release: Release) -> Release:
     events = rows.execute(
         "SELECT record FROM release_events WHERE adapter_id = ? AND number = ? ORDER BY event",
         (release.adapter_id, release.name.number),

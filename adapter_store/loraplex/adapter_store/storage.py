@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from loraplex.adapter_store.records import Blob
+from loraplex.adapter_store.records import Blob, Rows
 from loraplex.contracts.artifacts.names import DIGEST_PREFIX
 from loraplex.runtime.rpc.errors import Exhausted
 
@@ -128,7 +127,7 @@ class Readable(Protocol):
 
 
 # Keeps a file of a finished upload as its blob, in the transaction of a connection.
-Keep = Callable[[sqlite3.Connection, str], None]
+Keep = Callable[[Rows, str], None]
 
 
 class BlobReader:
@@ -233,14 +232,14 @@ class DataDirectory:
         It moves the file to its blob, durably, and replaces an existing blob, which may be damaged.
         """
 
-        def keep(_: sqlite3.Connection, file: str) -> None:
+        def keep(_: Rows, file: str) -> None:
             with _disk_errors():
                 os.replace(upload.path / file, self._path(files[file].digest))
                 _sync_directory(self._blobs)
 
         yield keep
 
-    def open(self, rows: sqlite3.Connection, blobs: Mapping[str, Blob]) -> dict[str, BlobReader]:
+    def open(self, rows: Rows, blobs: Mapping[str, Blob]) -> dict[str, BlobReader]:
         """Open blobs for reading, all or none, as a connection sees them. Raises CorruptBlob."""
         readers: dict[str, BlobReader] = {}
         with ExitStack() as opened:
@@ -250,7 +249,7 @@ class DataDirectory:
             opened.pop_all()
         return readers
 
-    def _open(self, _: sqlite3.Connection, blob: Blob) -> Readable:
+    def _open(self, _: Rows, blob: Blob) -> Readable:
         try:
             file = open(self._path(blob.digest), "rb")  # noqa: SIM115  # the reader closes it
         except OSError as error:

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.records import marks
 from loraplex.adapter_store.rollouts import ReleaseEvent
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.tasks import every
@@ -136,19 +137,18 @@ class Webhooks:
         self._database = database
         self._webhooks = webhooks
         self._threads = ThreadPoolExecutor(max(1, len(webhooks)), thread_name_prefix="webhook")
-        database.repeated(self._begin)
+        self._begin()
 
     def _begin(self) -> None:
         """Let new webhooks begin with the next event, and forget those that are not in the file any more."""
         names = [webhook.name for webhook in self._webhooks]
         with self._database.transaction() as rows:
             rows.executemany(
-                "INSERT OR IGNORE INTO webhooks SELECT ?, coalesce(max(event), 0) FROM release_events",
+                "INSERT INTO webhooks SELECT ?, coalesce(max(event), 0) FROM release_events WHERE true "
+                "ON CONFLICT DO NOTHING",
                 [(name,) for name in names],
             )
-            rows.execute(
-                "DELETE FROM webhooks WHERE name NOT IN (SELECT value FROM json_each(?))", (json.dumps(names),)
-            )
+            rows.execute(f"DELETE FROM webhooks WHERE name NOT IN ({marks(names or [''])})", names or [""])
 
     async def follow(self) -> None:
         """Send what happens, with a look of each webhook every LOOK_S; returns where there are none."""
@@ -177,7 +177,7 @@ class Webhooks:
                         return
                     log.error("webhook %s: event %d is left out: %s", webhook.name, message.event, failure)
             webhook.failures = 0
-            self._database.repeated(partial(self._took, webhook.name, message.event))
+            self._took(webhook.name, message.event)
 
     def _took(self, name: str, event: int) -> None:
         with self._database.transaction() as rows:

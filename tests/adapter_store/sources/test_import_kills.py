@@ -1,4 +1,4 @@
-"""Stores as processes: kill -9 at any moment of an import, and two stores on one bucket.
+"""Stores as processes: kill -9 at any moment of an import, and two stores on one bucket and database.
 
 `STORE_KILLS=50` kills more often than the gate does, and stores on a bucket too.
 """
@@ -24,6 +24,7 @@ from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from tests.adapter_store.sources.places import Hub, bucket_of, served
+from tests.postgres_server import PostgresServer
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
@@ -64,7 +65,7 @@ async def test_kill_9_at_any_moment_of_an_import_shows_all_of_it_or_nothing(
     if kind == "bucket":
         url = request.getfixturevalue("seaweed_url")
         bucket_of(url)
-        flags = ["--bucket", "s3://acme/killed"]
+        flags = ["--bucket", "s3://acme/killed", "--database", request.getfixturevalue("postgres").new_database()]
     chance, hub = random.Random(SEED), Hub(dict(FILES))
     requests: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -114,10 +115,10 @@ async def read_all(call: AsyncIterator[object]) -> None:
 
 
 async def test_two_stores_on_one_bucket_serve_what_the_other_one_has_just_made(
-    tmp_path: Path, connect: Callable[[str], Client], hash_base: BaseModel, seaweed_url: str
+    tmp_path: Path, connect: Callable[[str], Client], hash_base: BaseModel, seaweed_url: str, postgres: PostgresServer
 ) -> None:
     bucket = bucket_of(seaweed_url, "two")
-    flags = ["--bucket", "s3://acme/two"]
+    flags = ["--bucket", "s3://acme/two", "--database", postgres.new_database()]
     async with (
         running(tmp_path / "a", *flags, url=seaweed_url) as (process, one),
         running(tmp_path / "b", *flags, url=seaweed_url) as (_, two),

