@@ -16,7 +16,8 @@ from loraplex.contracts.broker.connection import connect
 from loraplex.contracts.broker.ledger import Ledger
 from loraplex.contracts.plans import Plan
 from loraplex.router.catalog.store_client import StoreClient
-from loraplex.router.quotas.quotas import RENEW_S, Plans, Quotas
+from loraplex.router.quotas.plans import Plans
+from loraplex.router.quotas.quotas import RENEW_S, Quotas
 from loraplex.runtime.rpc.tasks import every
 
 

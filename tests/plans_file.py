@@ -9,7 +9,7 @@ import grpc
 
 from loraplex.admin.v1 import plans_pb2, plans_pb2_grpc
 from loraplex.contracts.plans import DEFAULT, Plan, make_plan
-from loraplex.router.quotas.quotas import Plans
+from loraplex.router.quotas.plans import Plans
 
 
 def read_plans(text: str) -> dict[str, Plan]:

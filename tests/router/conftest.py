@@ -9,7 +9,8 @@ from loraplex.contracts.broker.ledger import Ledger
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.terms import Placement
 from loraplex.router.dispatch.dispatcher import Dispatcher
-from loraplex.router.quotas.quotas import Plans, Quotas
+from loraplex.router.quotas.plans import Plans
+from loraplex.router.quotas.quotas import Quotas
 from tests.router.recording_link import KEYS
 
 

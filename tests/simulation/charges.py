@@ -9,7 +9,8 @@ from random import Random
 
 from loraplex.contracts.broker.keys import key_account
 from loraplex.contracts.broker.terms import HELD_MS, RECOVERY_MS
-from loraplex.router.quotas.quotas import RENEW_S, Plans
+from loraplex.router.quotas.plans import Plans
+from loraplex.router.quotas.quotas import RENEW_S
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.loop import Node
 from tests.simulation.redis import SimulatedRedis

@@ -48,7 +48,8 @@ from loraplex.router.generation.resume import DerivedKeys, GivenKeys, ResumeEpoc
 from loraplex.router.generation.rollouts import REPORT_S
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.purge import CellPurge, RouterData, TenantDataService
-from loraplex.router.quotas.quotas import Plans, Quotas
+from loraplex.router.quotas.plans import Plans
+from loraplex.router.quotas.quotas import Quotas
 from loraplex.router.quotas.usage import UsageLog
 from loraplex.router.settings import ENGINE_PROTOCOLS, Settings
 from loraplex.router.text.tokenizer import PromptTokenizer

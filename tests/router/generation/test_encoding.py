@@ -28,7 +28,8 @@ from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation
 from loraplex.router.generation.resume import GivenKeys, ResumeTokens
 from loraplex.router.generation.unary_calls import TEXTS_AT_ONCE, UnaryCalls, Vector
-from loraplex.router.quotas.quotas import Plans, Quotas
+from loraplex.router.quotas.plans import Plans
+from loraplex.router.quotas.quotas import Quotas
 from loraplex.router.request import EncodeRequest, Summary, TextPair
 from loraplex.router.text.tokenizer import HashTokenizer, PromptTokenizer
 from loraplex.runtime.rpc.errors import CallError, Exhausted, Internal, InvalidField, Mismatch, Unavailable

@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
 from loraplex.contracts.plans import Plan
-from loraplex.router.quotas.quotas import Plans
+from loraplex.router.quotas.plans import Plans
 from loraplex.runtime.rpc.principal import CredentialKind, Principal, set_caller
 from tests.plans_file import plans_in
 

@@ -11,7 +11,7 @@ import pytest
 from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.contracts.plans import Plan
 from loraplex.router.catalog.store_client import StoreClient
-from loraplex.router.quotas.quotas import Plans
+from loraplex.router.quotas.plans import Plans
 from loraplex.runtime.rpc.errors import Unavailable
 
 

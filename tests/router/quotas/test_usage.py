@@ -19,7 +19,8 @@ from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.ledger import Ledger
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.quotas import usage
-from loraplex.router.quotas.quotas import Plans, Quotas
+from loraplex.router.quotas.plans import Plans
+from loraplex.router.quotas.quotas import Quotas
 from loraplex.router.quotas.usage import Facts, UsageLog, event_of
 from tests.router.quotas.test_quotas import begun, reserved
 from tests.router.recording_link import job

@@ -176,11 +176,7 @@ class Admission:
     async def admit(self, request: Request, deadline_s: float | None, side: Side | None = None) -> Run:
         """Admit a new request. Raises a CallError where it can't be served."""
         model, adapter = await self._resolve(request, side)
-        workers = self.models.serving(model.manifest.name, model.manifest.digest)
-        check_rank(adapter, max((state.max_rank for state in workers), default=None))
-        # A job that is longer than every worker's KV cache would wait for ever.
-        largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
-        context = min(model.manifest.context_length, largest)
+        context = _context(model.manifest, adapter, self.models.serving(model.manifest.name, model.manifest.digest))
         # Here alone: whoever goes on with the request has the values in its job, or in its resume token.
         filled = unset_values(request, model.generation_config)
         request = replace(request, sampling=replace(request.sampling, **filled))
@@ -244,11 +240,8 @@ class Admission:
         model, adapter = await self._resolve(request)
         manifest = model.manifest
         classifier = await find_classifier(request, manifest, adapter, self._configs)
-        workers = self._workers_for_new_jobs(manifest)
-        check_rank(adapter, max((state.max_rank for state in workers), default=None))
-        largest = max((state.max_tokens for state in workers), default=manifest.context_length)
-        limit = min(manifest.context_length, largest)
-        inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, limit)
+        context = _context(manifest, adapter, self._workers_for_new_jobs(manifest))
+        inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, context)
         for (ids, _), path in zip(inputs, request.fields, strict=True):
             if not ids:
                 raise InvalidField(path, "has no tokens")
@@ -360,9 +353,14 @@ class Admission:
                 raise InvalidField(f"sampling.{name}", f"cannot be used with {request.format_field or 'chat.tools'}")
         sampling = await self._sampling(request, model)
         self._workers_for_new_jobs(model.manifest)
-        default = model.default_max_tokens(request.stopping.default_max_tokens)
-        max_tokens = _max_tokens(request, len(prompt_ids), context, default)
-        _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
+        max_tokens = _max_tokens(request, len(prompt_ids), context, model)
+        for path, ids in (
+            (request.prompt_field, prompt_ids),
+            ("stopping.stop_token_ids", request.stopping.stop_token_ids),
+            ("sampling.logit_bias", tuple(token_id for token_id, _ in request.sampling.logit_bias)),
+            ("sampling.allowed_token_ids", request.sampling.allowed_token_ids),
+        ):
+            check_ids(path, ids, model.manifest.vocab_size)
         stopping = StoppingParams(
             max_tokens,
             min(request.stopping.min_tokens, max_tokens),
@@ -466,6 +464,14 @@ class Admission:
         return serving
 
 
+def _context(manifest: Manifest, adapter: AdapterRef | None, workers: Sequence[WorkerState]) -> int:
+    """Return the maximum tokens of a job. Raises a CallError where no worker takes the adapter."""
+    check_rank(adapter, max((state.max_rank for state in workers), default=None))
+    # A job that is longer than every worker's KV cache would wait for ever.
+    largest = max((state.max_tokens for state in workers), default=manifest.context_length)
+    return min(manifest.context_length, largest)
+
+
 def _resolved(request: Request, context: int, default: int) -> PromptOptions:
     """Return the prompt's options, with `truncate_to` 0 as what the context leaves beside the answer.
 
@@ -479,7 +485,7 @@ def _resolved(request: Request, context: int, default: int) -> PromptOptions:
     return replace(request.prompt_options, truncate_to=max(1, context - answer))
 
 
-def _max_tokens(request: Request, prompt: int, context: int, default: int) -> int:
+def _max_tokens(request: Request, prompt: int, context: int, model: ServedModel) -> int:
     if prompt == 0:
         raise InvalidField(request.prompt_field, "has no tokens")
     remaining = context - prompt
@@ -488,14 +494,7 @@ def _max_tokens(request: Request, prompt: int, context: int, default: int) -> in
     if least > remaining:
         field = request.prompt_field if remaining < 1 else "stopping.max_tokens"
         raise context_exceeded(field, f"{prompt} prompt tokens and {least} more", context)
-    return min(default if asked is None else asked, remaining)
-
-
-def _check_all_ids(request: Request, prompt_ids: tuple[int, ...], vocab_size: int) -> None:
-    check_ids(request.prompt_field, prompt_ids, vocab_size)
-    check_ids("stopping.stop_token_ids", request.stopping.stop_token_ids, vocab_size)
-    check_ids("sampling.logit_bias", tuple(token_id for token_id, _ in request.sampling.logit_bias), vocab_size)
-    check_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids, vocab_size)
+    return min(model.default_max_tokens(request.stopping.default_max_tokens) if asked is None else asked, remaining)
 
 
 def _check_received(resumption: Resumption, vocab_size: int) -> None:

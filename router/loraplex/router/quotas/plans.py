@@ -1,0 +1,158 @@
+"""The plans of tenants and API keys: a router's copy of those of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from loraplex.admin.v1 import plans_pb2
+from loraplex.contracts.broker.keys import is_key_account, key_account
+from loraplex.contracts.broker.ledger import COUNTS
+from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
+from loraplex.contracts.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, default_model, plan_name
+from loraplex.router.catalog.store_client import StoreChanges, StoreClient
+from loraplex.runtime.rpc.errors import Unavailable
+from loraplex.runtime.rpc.principal import known_caller
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A tenant, or an API key of it, with its plan."""
+
+    tenant: str
+    key_id: str
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Return the plan's name."""
+        return plan_name(self.tenant, self.key_id)
+
+    @property
+    def account(self) -> str:
+        """Return the name of the account in the ledger."""
+        return key_account(self.key_id) if self.key_id else self.tenant
+
+
+class Plans:
+    """The plans of all tenants and keys: a copy of the store's; without a store nobody has a limit."""
+
+    def __init__(self, store: StoreClient | None = None) -> None:
+        self._plans: Mapping[str, Plan] = {}
+        self._default = UNLIMITED
+        # The limits by account, since they are asked for with every request.
+        self._default_limits: Mapping[str, int] = {}
+        self._limits = dict[str, Mapping[str, int]]()
+        self._changes = None if store is None else StoreChanges("plans", store.plan_changes)
+        self._missing = self._changes is not None
+
+    def put(self, plans: Mapping[str, Plan]) -> None:
+        """Replace all plans, which are given by name."""
+        self._missing = False
+        self._plans, self._default = dict(plans), plans.get(DEFAULT, UNLIMITED)
+        self._default_limits = _limits(self._default)
+        self._limits = {account: _limits(plans[name]) for name, account in _accounts(plans)}
+
+    @property
+    def accounts(self) -> Iterable[str]:
+        """Return the accounts that have a plan of their own."""
+        return self._limits
+
+    @property
+    def has_limits(self) -> bool:
+        """Return whether the ledger keeps limits of anybody."""
+        return bool(self._default_limits) or any(self._limits.values())
+
+    def of(self, tenant: str) -> Plan:
+        """Return a tenant's plan."""
+        return self._plans.get(plan_name(tenant), self._default)
+
+    def owners(self, tenant: str, key_id: str) -> list[Owner]:
+        """Return whose plans a call must fit: its key's, which is asked first, and its tenant's.
+
+        Raises Unavailable where the store has never told them.
+        """
+        if self._missing:
+            raise Unavailable("plans unknown: the adapter store does not answer", reason="PLANS_MISSING")
+        owners = [Owner(tenant, "", self.of(tenant))]
+        if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
+            owners.insert(0, Owner(tenant, key_id, plan))
+        return owners
+
+    def default_model(self) -> str:
+        """Return the base model that the current call means where it names none; empty: no plan says one.
+
+        Raises as `owners` does.
+        """
+        principal = known_caller()
+        owners = self.owners(principal.tenant, principal.key_id) if principal and principal.tenant else []
+        return default_model(*(owner.plan for owner in owners), self._default)
+
+    def limits_of(self, account: str) -> Mapping[str, int]:
+        """Return the limits that the ledger keeps in an account, by their fields of a plan."""
+        return self._limits.get(account, {} if is_key_account(account) else self._default_limits)
+
+    def weight_of(self, tenant: str) -> float:
+        """Return a tenant's weight."""
+        return self.of(tenant).weight or 1.0
+
+    def queue_share_of(self, tenant: str) -> float:
+        """Return the share of a queue that a tenant's waiting jobs may take."""
+        return self.of(tenant).queue_share or QUEUE_SHARE
+
+    def key_terms(self, key_id: str) -> KeyTerms:
+        """Return what the plan of an API key says of the queue."""
+        plan = self._plans.get(plan_name(key_id=key_id)) if key_id else None
+        if plan is None or (plan.weight is None and plan.queue_share is None):
+            return NO_KEY
+        return KeyTerms(key_id, plan.weight or 0.0, plan.queue_share or 1.0)
+
+    async def look(self) -> None:
+        """Ask the store what has changed; one that does not answer changes nothing."""
+        if self._changes is not None and (news := await self._changes.look()) is not None:
+            pages, anew = news
+            plans = {} if anew else dict(self._plans)
+            for page in pages:
+                plans |= {one.name: _plan(one) for one in page.plans}
+                for name in page.deleted:
+                    plans.pop(name, None)
+            if anew or plans != self._plans:
+                self.put(plans)
+
+
+def _plan(message: plans_pb2.Plan) -> Plan:
+    """Return a plan of the store."""
+    return Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+
+
+def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Return the names of plans with the accounts that they are of."""
+    for name in names:
+        kind, _, of = name.partition("/")
+        if of:
+            yield name, key_account(of) if kind == "keys" else of
+
+
+def _limits(plan: Plan) -> Mapping[str, int]:
+    return {limit: most for limit in COUNTS if (most := getattr(plan, limit)) is not None}
+
+
+# Number of open-ended answers, and fewest tokens of one, that a limit of tokens has room for at once.
+_OPEN_ENDED, _OPEN_ENDED_TOKENS = 16, 128
+
+
+def bounded(job: Job, plans: Iterable[Plan]) -> Job:
+    """Return a job whose answers fit the plans' limits, and leave room for others like it where these are large."""
+    most, prompt = job.stopping.max_tokens, len(job.prompt_ids)
+    for plan in plans:
+        for limit, used in (
+            (plan.output_tokens_per_minute, 0), (plan.tokens_per_day, prompt), (plan.tokens_per_month, prompt)
+        ):  # fmt: skip
+            if limit is not None:
+                whole = (limit - used) // job.n
+                most = min(most, max(min(_OPEN_ENDED_TOKENS, whole), limit // _OPEN_ENDED // job.n))
+        if plan.context_tokens is not None:
+            most = min(most, plan.context_tokens - prompt)
+    most = max(1, most, min(job.stopping.min_tokens, job.stopping.max_tokens))
+    return replace(job, stopping=replace(job.stopping, max_tokens=most))
