@@ -246,21 +246,12 @@ class Admission:
             if not ids:
                 raise InvalidField(path, "has no tokens")
             check_ids(path, ids, manifest.vocab_size)
-        job = self._job(
-            replace(request, request_id=request.request_id or secrets.token_hex(8)),
-            manifest,
-            adapter,
-            prompt_ids=(),
-            stopping=StoppingParams(max_tokens=0),
-        )
+        request = replace(request, request_id=request.request_id or secrets.token_hex(8))
+        job = self._job(request, manifest, adapter, (), StoppingParams(max_tokens=0))
+        encodes = [Encode(request.task, request.pooling, pair_tokens) for _, pair_tokens in inputs]
         jobs = [
-            replace(
-                job,
-                job_id=f"{job.job_id}.{index}",
-                prompt_ids=ids,
-                encode=Encode(request.task, request.pooling, pair_tokens),
-            )
-            for index, (ids, pair_tokens) in enumerate(inputs)
+            replace(job, job_id=f"{job.job_id}.{index}", prompt_ids=ids, encode=encode)
+            for index, ((ids, _), encode) in enumerate(zip(inputs, encodes, strict=True))
         ]
         return jobs, classifier
 
