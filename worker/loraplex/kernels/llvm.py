@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
@@ -44,9 +47,30 @@ _CONVERTS = {"+avx512f", "+avx512bf16"} <= set(FEATURES)
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
+class _PartLibrary(JITCodeLibrary):
+    """A part's code as numba emits it. Kernels link and optimize it: to do so here too doubles their compilation."""
+
+    codegen = SimpleNamespace(set_env=lambda *_: None)  # of code that runs
+
+    def finalize(self) -> None:
+        for library in dict.fromkeys(self._linking_libraries):
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
+
+    def get_pointer_to_function(self, _: str) -> int:
+        return 0
+
+
+class _PartCompiler(CompilerBase):
+    def define_pipelines(self) -> list[Any]:
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
+
+
 def kernel_part(*, fastmath: bool = False) -> Any:
-    """Return a decorator for functions that kernels alone call: numba makes no wrappers for calls from Python."""
-    return njit(fastmath=fastmath, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    """Return a decorator for functions that kernels alone call, of which numba makes nothing that Python could call."""
+    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return njit(fastmath=fastmath, pipeline_class=_PartCompiler, **options)
 
 
 class KernelArgs:
