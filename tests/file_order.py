@@ -72,18 +72,22 @@ def ordered(nodeids: Iterable[str]) -> list[str]:
     return list(dict.fromkeys((*turns, *units)))
 
 
-def rotated(paths: Sequence[Path], number: int, of: int) -> list[Path]:
-    """Return the paths, for a folder what is in it, from the first one of the process's share on."""
-    entries = [entry for path in paths for entry in (sorted(path.iterdir()) if path.is_dir() else [path])]
+def rotated(paths: Sequence[str], number: int, of: int) -> list[str]:
+    """Return the paths, for a folder those in it, from the first one of the process's share on."""
+    entries = [entry for path in paths for entry in (_entries(Path(path)) if Path(path).is_dir() else [path])]
     first = len(entries) * number // of
     return entries[first:] + entries[:first]
+
+
+def _entries(folder: Path) -> list[str]:
+    return [str(path) for path in sorted(folder.iterdir()) if path.is_dir() or path.match("test_*.py")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let each process import other modules first, so that it finds compiled by others what it imports later."""
     if hasattr(config, "workerinput"):
         number, of = (int(os.environ[f"PYTEST_XDIST_WORKER{name}"].removeprefix("gw")) for name in ("", "_COUNT"))
-        config.args = list(map(str, rotated(list(map(Path, config.args)), number, of)))
+        config.args = rotated(config.args, number, of)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.file_order import COMPUTING, TOGETHER, WAITING, ordered, unit
+from tests.file_order import COMPUTING, TOGETHER, WAITING, ordered, rotated, unit
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,3 +24,12 @@ def test_files_that_compute_and_files_that_wait_take_turns_before_all_short_ones
     tests = [f"{one}::test" for one in (short, *reversed(engines), waiting[1], "tests/e2e/gateway/test_a.py")]
     assert ordered(tests) == [engines[0], waiting[0], engines[1], waiting[1], short]
     assert ordered([tests[0]]) == [short]
+
+
+def test_each_process_begins_at_a_share_of_its_own() -> None:
+    tests = str(ROOT / "tests" / "worker" / "io")
+    shares = [rotated([tests, "tests/test_files.py::test[a//b]"], number, 3) for number in range(3)]
+    assert len({share[0] for share in shares}) == 3
+    assert len({tuple(sorted(share)) for share in shares}) == 1
+    assert "tests/test_files.py::test[a//b]" in shares[0]
+    assert f"{tests}/adapters" in shares[0]

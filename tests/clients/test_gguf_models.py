@@ -104,6 +104,8 @@ def test_a_changed_file_is_imported_anew(
     assert imports(cache) == before
 
 
+# tests/worker/engine/gguf has what an import writes, and that it overwrites nothing.
+@pytest.mark.nightly
 def test_import_writes_a_directory_and_overwrites_none(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
