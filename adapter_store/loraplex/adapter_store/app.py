@@ -39,6 +39,7 @@ from loraplex.adapter_store.storage import DataDirectory
 from loraplex.adapter_store.webhooks import Webhooks, read_webhooks
 from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 from loraplex.contracts.artifacts.fitness import FitnessLimits
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.interceptors import CallMeter
 from loraplex.runtime.rpc.principal import Principal
@@ -154,7 +155,7 @@ class StoreSettings(AccessSettings):
             raise ValueError("--operator-mtls-port: give it with --tls-cert; routers and workers come in there")
 
 
-class BootstrapKeyError(Exception):
+class BootstrapKeyError(StartError):
     """A first operator's key that cannot be read; the message is one line."""
 
 

@@ -29,13 +29,14 @@ from loraplex.contracts.artifacts.statements import (
     verify_files,
 )
 from loraplex.contracts.plans import DEFAULT
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.errors import Mismatch
 
 _FIELDS = {"keys", "roots", "identities", "required"}
 _T = TypeVar("_T")
 
 
-class SignersError(Exception):
+class SignersError(StartError):
     """A file of signers that cannot be read; the message is one line that names the table and the field."""
 
 

@@ -26,6 +26,7 @@ from typing import BinaryIO, Protocol
 
 from loraplex.adapter_store.records import Blob, Rows
 from loraplex.contracts.artifacts.names import DIGEST_PREFIX
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.errors import Exhausted
 
 PIECE_BYTES = 1024 * 1024
@@ -36,7 +37,7 @@ RESERVE_BYTES, _RESERVE_SHARE = 16 << 20, 1 / 16
 DISK_FULL = "DISK_FULL"
 
 
-class DataDirectoryError(Exception):
+class DataDirectoryError(StartError):
     """The data directory cannot be used; the message is one line."""
 
 

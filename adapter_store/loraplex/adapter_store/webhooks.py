@@ -34,6 +34,7 @@ import msgspec
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.records import marks
 from loraplex.adapter_store.rollouts import ReleaseEvent
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.tasks import every
 from loraplex.runtime.rpc.timed_http import timed_call
@@ -51,7 +52,7 @@ _KEY_BYTES = range(24, 65)
 _FIELDS = {"url", "secret_file", "tenants"}
 
 
-class WebhooksError(Exception):
+class WebhooksError(StartError):
     """A file of webhooks that cannot be read; the message is one line that names the table and the field."""
 
 

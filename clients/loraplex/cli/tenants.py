@@ -18,9 +18,8 @@ from loraplex.cli.options import ROUTER, STORE, JsonOption, StoreOption, read_du
 from loraplex.cli.service import Service, cluster_service, explain, store_client
 from loraplex.cli.terminal import Activity, CommandError, message_values, print_json, print_rows, read_text, say
 from loraplex.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
-from loraplex.contracts.artifacts import ArtifactError
-from loraplex.contracts.artifacts.names import check_base_name
-from loraplex.contracts.plans import FIELDS, NAME_FIELDS, REAL_FIELDS
+from loraplex.contracts.plans import FIELDS, NAME_FIELDS, REAL_FIELDS, make_plan
+from loraplex.runtime.rpc.errors import InvalidField
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
@@ -353,8 +352,11 @@ def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:
     fields = _mapping(value, at, {"plan", "keys", "adapters"})
     plan = None
     if "plan" in fields:
-        written = _mapping(fields["plan"], f"{at}.plan", FIELDS)
-        plan = {field: _limit(f"{at}.plan.{field}", field, number) for field, number in written.items()}
+        plan = _mapping(fields["plan"], f"{at}.plan", FIELDS)
+        try:
+            make_plan(f"{at}.plan", plan)
+        except InvalidField as error:
+            raise CommandError(error.message) from error
     keys = tuple(
         _key(f"{at}.keys.{label}", label, of_key)
         for label, of_key in _mapping(fields.get("keys"), f"{at}.keys").items()
@@ -364,20 +366,6 @@ def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:
         for adapter, path in _mapping(fields.get("adapters"), f"{at}.adapters").items()
     )
     return TenantSpec(name, plan, keys, adapters)
-
-
-def _limit(at: str, field: str, value: Any) -> float | str:
-    if field in NAME_FIELDS:
-        try:
-            return check_base_name(value if isinstance(value, str) else repr(value))
-        except ArtifactError as error:
-            raise CommandError(f"{at}: {error.message}") from error
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CommandError(f"{at}: {value!r} is not a number")
-    _, number = _read_limit(f"{field}={value}")
-    if number is None:
-        raise CommandError(f"{at}: a limit needs a value")
-    return number
 
 
 def _key(at: str, label: str, value: Any) -> KeySpec:

@@ -1,4 +1,4 @@
-"""`loraplex operator`, or `loraplex operator`: reads the settings and runs the operator."""
+"""`loraplex operator`: reads the settings and runs the operator."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from collections.abc import Sequence
 import uvloop
 
 from loraplex.operator.settings import OperatorSettings
-from loraplex.runtime.rpc.settings import SettingsError, read_settings
+from loraplex.runtime.interpreter import starting
+from loraplex.runtime.rpc.settings import read_settings
 from loraplex.runtime.telemetry.logging import set_up_logging
-from loraplex.runtime.telemetry.metrics import MetricsPortError
 from loraplex_client import InvalidRequestError
 
 
+@starting(InvalidRequestError)
 def main(argv: Sequence[str]) -> int:
-    """Run until a signal stops the operator; returns 2 when it can't start, 1 when Kubernetes can't be called."""
-    try:
-        settings = read_settings(OperatorSettings, "operator", argv, os.environ)
-        set_up_logging("operator", settings.log_format, settings.log_level)
-        from loraplex.operator.app import KubernetesGone, run  # kopf, which --help and a wrong flag do not need
+    """Run until a signal stops the operator; returns 1 when Kubernetes can't be called."""
+    settings = read_settings(OperatorSettings, "operator", argv, os.environ)
+    set_up_logging("operator", settings.log_format, settings.log_level)
+    from loraplex.operator.app import KubernetesGone, run  # kopf, which --help and a wrong flag do not need
 
-        try:
-            uvloop.run(run(settings))
-        except KubernetesGone as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    except (SettingsError, MetricsPortError, InvalidRequestError) as error:
+    try:
+        uvloop.run(run(settings))
+    except KubernetesGone as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1
     return 0
 
 

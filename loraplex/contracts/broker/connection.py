@@ -44,6 +44,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from loraplex.runtime.files import FollowedFiles
+from loraplex.runtime.interpreter import StartError
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ _PORT, _SENTINEL_PORT = 6379, 26_379
 _FILE_OPTIONS = {"password_file", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 
 
-class RedisUnreachableError(Exception):
+class RedisUnreachableError(StartError):
     """The server does not answer or cannot be used; the message is one line that says what to do."""
 
 

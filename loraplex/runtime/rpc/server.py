@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.interceptors import CallGuard, ReadableMessages, StatusInterceptor
 from loraplex.runtime.rpc.receiving import OneMessage
 
@@ -175,7 +176,7 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-class PortInUse(Exception):
+class PortInUse(StartError):
     """An address that can't be bound."""
 
 

@@ -14,10 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from loraplex.runtime.interpreter import StartError
+
 T = TypeVar("T")
 
 
-class SettingsError(Exception):
+class SettingsError(StartError):
     """A setting that is missing, unknown or unreadable; the message is one line that names it."""
 
 

@@ -29,6 +29,8 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from loraplex.runtime.interpreter import StartError
+
 PREFIX = "loraplex"
 # The help text of a setting `metrics_port`.
 NO_METRICS = -1
@@ -46,7 +48,7 @@ TOKENS = tuple(float(2**power) for power in range(18))
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class MetricsPortError(Exception):
+class MetricsPortError(StartError):
     """Metrics cannot be served; the message is one line."""
 
 

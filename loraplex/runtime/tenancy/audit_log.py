@@ -30,6 +30,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.telemetry.logging import LogOnce
 from loraplex.runtime.telemetry.metrics import Meters
 
@@ -216,7 +217,7 @@ _TAIL_BYTES = 1024 * 1024
 FILE_HELP = "file that the audit log is appended to (docs/guides/security.md)"
 
 
-class AuditFileError(Exception):
+class AuditFileError(StartError):
     """An audit log that cannot be gone on with; the message is one line."""
 
 

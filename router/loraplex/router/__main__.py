@@ -24,33 +24,19 @@ from contextlib import ExitStack
 
 import uvloop
 
-from loraplex.contracts.broker.connection import RedisUnreachableError
-from loraplex.router.dispatch.relay import AdvertisedAddressError
 from loraplex.router.settings import Settings
-from loraplex.runtime.interpreter import importing
+from loraplex.runtime.interpreter import importing, starting
 from loraplex.runtime.rpc.children.process import LaunchError, Process
 from loraplex.runtime.rpc.server import PortInUse, stop_signal
-from loraplex.runtime.rpc.settings import SettingsError, read_settings
+from loraplex.runtime.rpc.settings import read_settings
 from loraplex.runtime.rpc.tasks import unless_stopped
 from loraplex.runtime.telemetry.logging import set_up_logging
-from loraplex.runtime.telemetry.metrics import MetricsPortError
-from loraplex.runtime.tenancy.audit_log import AuditFileError
 
 log = logging.getLogger("loraplex.router.processes")
 
 # Number of new objects after which Python looks for garbage among them, and of such looks until one among older ones.
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.
 _COLLECTIONS = (20_000, 20, 20)
-# Errors that waiting cannot fix: the message says in one line what to do.
-STOPPING = (
-    SettingsError,
-    AuditFileError,
-    PortInUse,
-    MetricsPortError,
-    RedisUnreachableError,
-    AdvertisedAddressError,
-    LaunchError,
-)
 # First and longest pause in seconds before a process that has ended is started again; each is twice as long as the one
 # before, and the first follows again once a process has run for STEADY_S.
 FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 0.5, 30.0, 60.0
@@ -58,24 +44,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 0.5, 30.0, 60.0
 STOP_S = 15.0
 
 
+@starting()
 def main(argv: Sequence[str], process: int = 0) -> int:
-    """Run until a signal stops the router; return 2 when it can't start.
+    """Run until a signal stops the router.
 
     `process` is its number where it is one of several processes, which `supervise` has started.
     """
-    try:
-        os.umask(0o077)  # what it writes is for its own user
-        settings = read_settings(Settings, "router", argv, os.environ)
-        set_up_logging(f"router-{process}" if process else "router", settings.log_format, settings.log_level)
-        if settings.processes > 1 and not process:
-            return uvloop.run(supervise(settings, argv))
-        with importing():
-            from loraplex.router.app import run
-        gc.set_threshold(*_COLLECTIONS)
-        uvloop.run(run(settings.of_process(process), supervised=True) if process else run(settings))
-    except STOPPING as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    settings = read_settings(Settings, "router", argv, os.environ)
+    set_up_logging(f"router-{process}" if process else "router", settings.log_format, settings.log_level)
+    if settings.processes > 1 and not process:
+        return uvloop.run(supervise(settings, argv))
+    with importing():
+        from loraplex.router.app import run
+    gc.set_threshold(*_COLLECTIONS)
+    uvloop.run(run(settings.of_process(process), supervised=True) if process else run(settings))
     return 0
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.runtime.interpreter import importing
+from loraplex.runtime.interpreter import importing, starting
 from loraplex.runtime.rpc.settings import SettingsError, read_settings
 from loraplex.worker import cluster_plan, plan
 from loraplex.worker.cluster_plan import LoadSettings
@@ -22,42 +22,29 @@ from loraplex.worker.engine_api import ModelUnusableError
 MODEL_TOOLS = ("quantize", "import-gguf", "convert-adapter", "report", "certify")
 
 
+@starting(ArtifactError)
 def main(argv: Sequence[str]) -> int:
-    """Run until told to stop; 2 when it can't start."""
-    os.umask(0o077)  # what it writes is for its own user
-    try:
-        match [*argv]:
-            case ["plan", *flags]:
-                return _plan(flags)
-            case [command, *flags] if command in MODEL_TOOLS:
-                return int(import_module("loraplex.model_tools.commands").run(command, flags))
-        return _work(list(argv))
-    except (SettingsError, ArtifactError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Run until told to stop."""
+    match [*argv]:
+        case ["plan", *flags]:
+            return _plan(flags)
+        case [command, *flags] if command in MODEL_TOOLS:
+            return int(import_module("loraplex.model_tools.commands").run(command, flags))
+    _work(argv)
+    return 0
 
 
-def _work(argv: list[str]) -> int:
+def _work(argv: Sequence[str]) -> None:
     with importing():
         import uvloop
 
-        from loraplex.contracts.broker.connection import RedisUnreachableError
-        from loraplex.runtime.rpc.server import PortInUse
         from loraplex.runtime.telemetry.logging import environment_of, set_up_logging
-        from loraplex.runtime.telemetry.metrics import MetricsPortError
-        from loraplex.runtime.tenancy.audit_log import AuditFileError
         from loraplex.worker.io.app import run
-        from loraplex.worker.io.engine_client import EngineUnusableError
         from loraplex.worker.io.settings import Settings
     settings = read_settings(Settings, "worker", argv, os.environ)
     set_up_logging("worker", settings.log_format, settings.log_level)
     os.environ.update(environment_of(settings.log_format, settings.log_level))  # for the engine process
-    try:
-        uvloop.run(run(settings))
-    except (AuditFileError, PortInUse, MetricsPortError, RedisUnreachableError, EngineUnusableError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    uvloop.run(run(settings))
 
 
 def _plan(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`loraplex scaler`, or `loraplex scaler`: reads the settings and runs the scaler."""
+"""`loraplex scaler`: reads the settings and runs the scaler."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ import uvloop
 
 from loraplex.operator.scaler.app import run
 from loraplex.operator.scaler.settings import ScalerSettings
-from loraplex.runtime.rpc.server import PortInUse
-from loraplex.runtime.rpc.settings import SettingsError, read_settings
+from loraplex.runtime.interpreter import starting
+from loraplex.runtime.rpc.settings import read_settings
 from loraplex.runtime.telemetry.logging import set_up_logging
-from loraplex.runtime.telemetry.metrics import MetricsPortError
 from loraplex_client import InvalidRequestError
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run until a signal stops the scaler; returns 2 when it can't start."""
-    try:
-        settings = read_settings(ScalerSettings, "scaler", argv, os.environ)
-        set_up_logging("scaler", settings.log_format, settings.log_level)
-        uvloop.run(run(settings))
-    except (SettingsError, PortInUse, MetricsPortError, InvalidRequestError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+@starting(InvalidRequestError)
+def main(argv: Sequence[str]) -> None:
+    """Run until a signal stops the scaler."""
+    settings = read_settings(ScalerSettings, "scaler", argv, os.environ)
+    set_up_logging("scaler", settings.log_format, settings.log_level)
+    uvloop.run(run(settings))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.tasks import unless_ended
 
 READY = re.compile(r"^ready ")
@@ -25,7 +26,7 @@ _TAIL_BYTES = 64 * 1024
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
-class LaunchError(Exception):
+class LaunchError(StartError):
     """A child process, or a cluster of them, cannot start or continue; the message is one line."""
 
 

@@ -25,6 +25,7 @@ from loraplex.router.dispatch.block_feed import BlockFeed
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import WorkerLink, read_frame
 from loraplex.router.metrics import RouterMetrics
+from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.errors import CallError, InvalidField, PermissionDenied
 from loraplex.runtime.rpc.principal import Principal, Role, Unauthenticated, caller
 from loraplex.runtime.rpc.server import Server
@@ -273,7 +274,7 @@ ANSWER_S = 1.0
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
-class AdvertisedAddressError(Exception):
+class AdvertisedAddressError(StartError):
     """An address that leads workers to another server, or nowhere."""
 
 

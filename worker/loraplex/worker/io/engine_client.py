@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+from loraplex.runtime.interpreter import StartError
 from loraplex.worker.ipc import (
     Compiling,
     Configure,
@@ -96,7 +97,7 @@ class EngineLostError(Exception):
     """The engine process died, or was ended because it no longer stepped."""
 
 
-class EngineUnusableError(Exception):
+class EngineUnusableError(StartError):
     """No engine can serve the model; the message is one line that says why."""
 
 

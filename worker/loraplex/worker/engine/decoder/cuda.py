@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import triton
@@ -36,7 +35,7 @@ from loraplex.worker.engine.decoder.residuals import (
     with_random_weight,
 )
 from loraplex.worker.engine.device import KernelCall
-from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct
+from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct, own_forward
 
 # Columns of a program of the gate.
 _GATE_COLUMNS = 1024
@@ -384,7 +383,7 @@ def _gated_forward(product: FusedProduct, down: nn.Module, *, gelu: bool) -> Cal
 
 
 def _attention_forward(module: Any, form: RotaryForm, product: FusedProduct) -> Callable[..., tuple[Any, Any]]:
-    context, o, original = module.attention_context, module.o_proj, _own_forward(module)
+    context, o, original = module.attention_context, module.o_proj, own_forward(module)
 
     def forward(hidden_states: Tensor, *arguments: Any, **named: Any) -> tuple[Any, Any]:
         step, embeddings = context.step, named.get("position_embeddings")
@@ -398,17 +397,5 @@ def _attention_forward(module: Any, form: RotaryForm, product: FusedProduct) -> 
         if step.cache.scales:
             step.plan.quantize(call, step.slot_mapping, step.cache)
         return o(step.plan.attend(call, step.cache).flatten(1)[None]), None
-
-    return forward
-
-
-def _own_forward(module: Any) -> Callable[..., Any]:
-    """Return a module's forward without a reference to the module, which would then never be freed by its last one."""
-    method = WeakMethod(module.forward)
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        own = method()
-        assert own is not None, "the module is calling"
-        return own(*arguments, **named)
 
     return forward

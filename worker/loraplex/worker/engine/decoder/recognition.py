@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
-from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ from loraplex.worker.engine.decoder.layer import (
     RowOperators,
 )
 from loraplex.worker.engine.linear.layer import PanelLayer, scratch_memory
-from loraplex.worker.engine.lora.base_layers import FusedPart
+from loraplex.worker.engine.lora.base_layers import FusedPart, own_forward
 from loraplex.worker.engine.lora.cpu import CpuGroup
 
 # Maximum number of a program's tokens: with more, the time between calls is a small part of a step.
@@ -328,21 +327,9 @@ def use_kernels(
     if recognized and len(recognized) == len(layers) and is_chain(calls):
         steps = DecoderSteps(recognized, context, dtype)
         for index, call in enumerate(calls):
-            call.module.forward = steps.forward(index, _own_forward(call.module))
+            call.module.forward = steps.forward(index, own_forward(call.module))
     for module, norm in norms.items():
-        module.forward = _norm_forward(norm, arena, _own_forward(module))
-
-
-def _own_forward(module: Any) -> Callable[..., Any]:
-    """Return a module's forward without a reference to the module, which would then never be freed by its last one."""
-    method = WeakMethod(module.forward)
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        own = method()
-        assert own is not None, "the module is calling"
-        return own(*arguments, **named)
-
-    return forward
+        module.forward = _norm_forward(norm, arena, own_forward(module))
 
 
 def _norm_forward(norm: Norm, arena: Arena, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

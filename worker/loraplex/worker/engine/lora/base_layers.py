@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import safetensors
 import torch
@@ -330,3 +331,15 @@ def squares_of(weight: Tensor | QuantizedWeight) -> Tensor:
         return torch.cat([squares_of(weight.rows(slice(start, start + _PIECE_ROWS)).dequantize()) for start in starts])
     pieces = torch.split(weight, _PIECE_ROWS)
     return torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32).square() for piece in pieces])
+
+
+def own_forward(module: Any) -> Callable[..., Any]:
+    """Return a module's forward without a reference to the module, which would then never be freed by its last one."""
+    method = WeakMethod(module.forward)
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        own = method()
+        assert own is not None, "the module is calling"
+        return own(*arguments, **named)
+
+    return forward
