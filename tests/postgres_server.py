@@ -66,7 +66,11 @@ class PostgresServer:
         command = [str(self._programs / "postgres"), "-D", "data", "-p", str(self.port), "-h", "127.0.0.1", "-k", "."]
         with open(self._directory / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [*command, "-c", "fsync=off"], cwd=self._directory, stdout=log, stderr=log, **self._user
+                [*command, "-c", "fsync=off", "-c", "autovacuum=off"],
+                cwd=self._directory,
+                stdout=log,
+                stderr=log,
+                **self._user,
             )
         until = time.monotonic() + _LIMIT_S
         while not self._answers():

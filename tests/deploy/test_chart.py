@@ -360,6 +360,7 @@ def test_an_embedded_server_of_a_cell_lets_its_own_workers_in() -> None:
         (("models.base.hub.repository=org/model",), "/models/base"),
         (("gateway.ingress.enabled=true",), "/gateway/ingress/host"),
         (("router.replicas=0",), "/router/replicas"),
+        (("store.replicas=2",), "/store/replicas"),
         (("scaler.enabled=true",), "no pool of workers has `scaled: true`"),
         (("workers.cpu.tensorParallel=0",), "/workers/cpu/tensorParallel"),
         (
@@ -399,6 +400,13 @@ def test_values_that_contradict_each_other_are_refused_by_name(settings: tuple[s
     with pytest.raises(HelmError) as refused:
         render("laptop", settings)
     assert message in str(refused.value)
+
+
+def test_several_stores_share_what_a_secret_names() -> None:
+    manifests = render("laptop", ("store.replicas=2", "store.environmentSecret=catalog"))
+    store = next(one for one in manifests if one["kind"] == "StatefulSet" and one["metadata"]["name"] == "lx-store")
+    assert store["spec"]["replicas"] == 2
+    assert store["spec"]["template"]["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "catalog"}}]
 
 
 def test_an_init_container_copies_a_model_from_a_bucket(tmp_path: Path) -> None:

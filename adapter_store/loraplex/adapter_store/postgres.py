@@ -25,7 +25,7 @@ from loraplex.adapter_store.adapter_changes import NAME_IN, ROWS_OF
 from loraplex.adapter_store.database import MIGRATIONS, NUMBERED, Database, lost_catalog
 from loraplex.adapter_store.records import Rows
 from loraplex.adapter_store.storage import DataDirectoryError, disk_full
-from loraplex.runtime.rpc.errors import Unavailable
+from loraplex.runtime.rpc.errors import CallError, Unavailable
 from loraplex.runtime.telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
@@ -265,6 +265,8 @@ class PostgresDatabase(Database):
     def close(self) -> None:
         self._closed.set()
         if self._listener is not None:
+            with suppress(CallError), self.merging() as rows:
+                rows.execute(f"NOTIFY {_CHANNEL}")  # wakes it
             self._listener.join()
         with self.lock:
             for connection in (self._writer, *self._idle):
