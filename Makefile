@@ -144,11 +144,11 @@ rehearsal: $(STAMP) $(KUBERNETES)/.unpacked ## Run the Helm chart's pods as proc
 	$(BIN)/python -m tests.deploy.scaling_rehearsal
 
 hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
-	$(BIN)/python -m tests.hostile
+	$(BIN)/python -m tests.trials.hostile
 
 fuzz: $(STAMP) ## Fuzz every reader of strangers' bytes, every method and every HTTP body, FUZZ_SECONDS each
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
-	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
+	$(BIN)/python -m tests.trials.fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
 
 smg: $(STAMP) ## Install the smg gateway and test it in front of a cluster, by the engine protocol
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[smg-gateway]'
@@ -164,12 +164,12 @@ lorax: $(STAMP) ## Install LoRAX's own client and test the HTTP gateway with it
 # Each library in an environment of its own, because their dependencies conflict. CLIENTS=openai,litellm picks some.
 CLIENTS ?=
 clients: $(STAMP) ## Install client libraries of others and try each of them with a cluster's HTTP gateway
-	$(BIN)/python -m tests.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
+	$(BIN)/python -m tests.trials.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
 
 # Each tool in an environment of its own. EVALUATE=lm_eval,guidellm,locust picks some.
 EVALUATE ?=
 evaluate: $(STAMP) ## Compare lm-evaluation-harness, guidellm and locust with their own backend and `loraplex loadtest`
-	$(BIN)/python -m tests.evaluate --questions $(QUESTIONS) $(if $(EVALUATE),--only "$(EVALUATE)")
+	$(BIN)/python -m tests.trials.evaluate --questions $(QUESTIONS) $(if $(EVALUATE),--only "$(EVALUATE)")
 
 operator: $(STAMP) ## Kill the operator of Kubernetes at OPERATOR_KILLS moments of an adapter's life
 	OPERATOR_KILLS=$(OPERATOR_KILLS) $(BIN)/pytest -s --timeout 900 tests/clients/operator
@@ -182,22 +182,22 @@ buckets: $(STAMP) $(KUBERNETES)/.unpacked ## Test the store on more object store
 		tests/deploy/test_chart.py::test_an_init_container_copies_a_model_from_a_bucket
 
 forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants against a cluster with credentials
-	$(BIN)/python -m tests.forged
+	$(BIN)/python -m tests.trials.forged
 
 authz: $(STAMP) ## Call every RPC with every role and every fault of its credential
-	$(BIN)/python -m tests.authz
+	$(BIN)/python -m tests.trials.authz
 
 ranks: $(STAMP) ## Compare every family on two and four ranks, quantized too, with one process
 	FAMILIES=all $(BIN)/python -m pytest -q -m "" tests/worker/engine/ranks tests/e2e/test_ranks.py
 	$(BIN)/python -m tests.worker.engine.ranks.memory
 
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
-	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
+	$(BIN)/python -m tests.trials.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
 		$(if $(OVERLAP),--overlap) $(if $(KINDS),--kinds "$(KINDS)") $(if $(JSON),--json "$(JSON)")
 
 ledger: KILLS := $(if $(filter command line,$(origin KILLS)),$(KILLS),100)
 ledger: $(STAMP) ## Kill and stop processes and wipe Redis; clients, usage events, accounts and quotas must agree
-	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) --ledger $(if $(KINDS),--kinds "$(KINDS)") \
+	$(BIN)/python -m tests.trials.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) --ledger $(if $(KINDS),--kinds "$(KINDS)") \
 		$(if $(JSON),--json "$(JSON)")
 
 formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines are killed; every one must be valid
@@ -217,7 +217,7 @@ holds: $(STAMP) ## Run tests/e2e and check how long each process holds its event
 	HOLDS=1 $(PYTEST) tests/e2e
 
 throttled: $(STAMP) $(REAL) ## Give a worker of the real model 0.12 and 0.4 of a core, then eight busy processes beside it (as root)
-	$(BIN)/python -m tests.throttled
+	$(BIN)/python -m tests.trials.throttled
 
 compilations: $(STAMP) ## Run over 500 drawn steps on a fake CUDA device; none may compile a kernel
 	REQUESTS=300 $(BIN)/pytest -s -m "" --timeout 600 tests/worker/engine/test_cuda_steps.py -k compiled

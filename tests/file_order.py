@@ -37,12 +37,10 @@ COMPUTING = (
 )
 # Their clusters and clients wait for most of their time.
 WAITING = (
-    "tests/chaos/",
+    "tests/short_trials/",
     "tests/e2e/gateway/",
     "tests/e2e/answers/",
     "tests/e2e/",
-    "tests/forged/",
-    "tests/hostile/",
     "tests/deploy/test_cluster.py",
     "tests/clients/",
     "tests/deploy/",

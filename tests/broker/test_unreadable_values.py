@@ -13,7 +13,7 @@ from loraplex.contracts.broker.messages import AdapterRef
 from loraplex.contracts.broker.queue import JobQueue, QuarantinedError
 from loraplex.contracts.broker.terms import LOOKS_PER_CHECK, KeyTerms, Placement, QueueLimits, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, job
-from tests.fuzz.queue_payloads import STATE
+from tests.trials.fuzz.queue_payloads import STATE
 
 WAITING = ("a1", "b1", "c1")
 # Texts that are no number, no packed value, or one that compares with nothing.

@@ -10,7 +10,7 @@ from loraplex.inference.v1 import inference_pb2
 import loraplex_client as lx
 from loraplex.runtime.rpc.server import _SERVER_OPTIONS
 from loraplex_client.endpoint import CHANNEL_OPTIONS
-from tests.chaos.links import Link, Way
+from tests.trials.chaos.links import Link, Way
 
 HANG = "hang"
 Event = inference_pb2.GenerateEvent

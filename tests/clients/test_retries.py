@@ -16,7 +16,7 @@ from loraplex.runtime.rpc import errors
 from loraplex_client import retries
 from loraplex_client.calls import Call as ServerCall
 from loraplex_client.retries import CALL_TRIES, RETRY_S, AddressRotation, RetryBudget, Tries
-from tests.chaos.links import Link
+from tests.trials.chaos.links import Link
 
 GONE = lx.UnavailableError("gone")
 # The longest that a router needs for a failure, in seconds: its timeout for the store, and a client's for a dead link.

@@ -1,7 +1,7 @@
 """A worker of two ranks, one of which is killed in mid-stream: no token is lost. `make ranks` runs it.
 
 Each of its engines starts two processes that import torch, twice: too much for the suite, whose proof of this is in
-tests/worker/engine/ranks (a rank's death ends the engine) and tests/chaos (an engine's death loses nothing).
+tests/worker/engine/ranks (a rank's death ends the engine) and tests/trials/chaos (an engine's death loses nothing).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Workers that stand still while they have work: each stream gets the ids of an undisturbed run.
 
-Those that are killed are in tests/chaos.
+Those that are killed are in tests/trials/chaos.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ async def test_a_worker_that_is_lost_changes_no_id(
     await asyncio.gather(*(request.whole() for request in again))
 
 
-@pytest.mark.skipif("TEXTS" not in os.environ, reason="long: make texts; tests/chaos has vectors among its requests")
+@pytest.mark.skipif("TEXTS" not in os.environ, reason="long: make texts; make chaos has vectors among its requests")
 async def test_every_text_is_answered_once_while_workers_are_killed(
     cluster: Cluster, tmp_path: Path, eventually: Eventually
 ) -> None:

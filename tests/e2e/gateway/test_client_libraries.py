@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Cluster
-from tests.libraries.library import LIBRARIES, ROOT
+from tests.trials.libraries.library import LIBRARIES, ROOT
 
 
 @pytest.mark.parametrize("name", ["openai", "anthropic", "huggingface_hub"])

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.conftest import Cluster
-from tests.fuzz.bodies import TEMPLATES, changed_requests, fuzz_bodies, running, send
 from tests.shapes.recorded import recorded
+from tests.trials.fuzz.bodies import TEMPLATES, changed_requests, fuzz_bodies, running, send
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHAPES = recorded()
