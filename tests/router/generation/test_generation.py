@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
+from loraplex.contracts.artifacts.outcomes import Outcomes
 from loraplex.contracts.broker.ledger import Reservation
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.queue import JobQueue
@@ -23,11 +24,14 @@ from loraplex.router.dispatch.links import Frame
 from loraplex.router.dispatch.routed_job import READ_TOKENS, JobState, RoutedJob
 from loraplex.router.generation.generation import Generation
 from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, Resumption
+from loraplex.router.generation.rollouts import Side
 from loraplex.router.generation.run import Run
 from loraplex.router.quotas.quotas import CallBudget, Quotas
 from loraplex.router.request import Delta, Message, Received, Request, Summary
 from loraplex.router.text.tokenizer import SHORT_IDS, HashTokenizer
 from loraplex.runtime.rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
+from tests.router.generation.test_rollouts import Store
+from tests.router.generation.test_rollouts import side as candidate_side
 from tests.router.recording_link import RecordingLink, claim, job
 
 REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")
@@ -44,10 +48,12 @@ class Admission:
         self.worked_on: list[int] = []
         self.refusals: list[CallError] = []
 
-    async def side_of(self, request: Request) -> None:
-        return None
+        self.side: Side | None = None
 
-    async def admit(self, request: Request, deadline_s: float | None, side: None = None) -> Run:
+    async def side_of(self, request: Request) -> Side | None:
+        return self.side
+
+    async def admit(self, request: Request, deadline_s: float | None, side: Side | None = None) -> Run:
         await asyncio.sleep(0)
         if self.refusals:
             raise self.refusals.pop()
@@ -130,6 +136,29 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
             await anext(first)
         make(dispatcher, "j1", 2, 7, finish=FinishReason.END)
         assert await second == [5, 6, 7]
+
+
+async def test_the_live_revision_answers_where_the_candidate_fails_before_a_token(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue, admission: Admission
+) -> None:
+    admission.side, admission.refusals = candidate_side(candidate=True), [Unavailable("too large", reason="NO_WORKER")]
+    announced, store = list[object](), Store()
+
+    async def announce(not_enforced: object) -> None:
+        announced.append(not_enforced)
+
+    running = asyncio.create_task(ids_of(generation.run(REQUEST, 60.0, on_admitted=announce)))
+    await claim(queue)
+    make(dispatcher, "j1", 0, 5, 6, finish=FinishReason.END)
+    assert await running == [5, 6]
+    assert len(announced) == 1
+    taker: Any = store
+    await generation.rollouts.report(taker)
+    (sums,) = store.sums.values()
+    assert (sums.candidate, sums.live) == (Outcomes(requests=1, errors=1), Outcomes())
+    admission.refusals = [Exhausted("q", "full", retry_after_s=1.0)]
+    with pytest.raises(Exhausted):  # which the live revision would get too
+        await call(generation)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
