@@ -177,11 +177,11 @@ def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted_at_n
     """Only modules of the kernels' forms are replaced, of layers that rotate, by their position alone."""
     assert {name: found for name, (found, _) in interpreted_at_night.kernels["family"].items() if found > 2e-6} == {}
     assert {name: kinds for name, (_, kinds) in interpreted_at_night.kernels["family"].items()} == {
-        "llama": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 5},
-        "gemma3_text": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 13},
-        "olmo2": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 9},
-        "smollm3": {"_layer_forward": 2, "_attention_forward": 1, "_gated_forward": 2, "Norm": 5},
-        "mixtral": {"_layer_forward": 2, "_attention_forward": 2, "Norm": 5},
+        "llama": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "NormKernel": 5},
+        "gemma3_text": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "NormKernel": 13},
+        "olmo2": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "NormKernel": 9},
+        "smollm3": {"_layer_forward": 2, "_attention_forward": 1, "_gated_forward": 2, "NormKernel": 5},
+        "mixtral": {"_layer_forward": 2, "_attention_forward": 2, "NormKernel": 5},
         "gpt2": {},
     }
 
