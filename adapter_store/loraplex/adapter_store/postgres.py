@@ -101,9 +101,11 @@ class _Rows:
         return self._connection.execute(_translated(sql), parameters or None)
 
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> None:
-        """Run a statement with each of several values, which are sent at once."""
+        """Run a statement, prepared once, with each of several values, which are sent at once."""
+        self._connection.prepare_threshold = 0
         with self._connection.cursor() as cursor:
             cursor.executemany(_translated(sql), list(parameters))
+        self._connection.prepare_threshold = None
 
 
 @lru_cache(1000)
@@ -196,7 +198,7 @@ class PostgresDatabase(Database):
         if (began := time.monotonic()) < self._down_until:
             raise psycopg.OperationalError("the last connection failed just now")
         try:
-            # A prepared statement would fail after another store's migration.
+            # A prepared statement that returns rows would fail after another store's migration.
             connection = psycopg.connect(
                 self._url, autocommit=True, row_factory=_rows_of, prepare_threshold=None, **_OPTIONS
             )
