@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from redis.asyncio import Redis
 
 from loraplex.contracts.broker.messages import Capacity
 from loraplex.contracts.broker.queue import JobQueue
-from loraplex.contracts.broker.terms import SEALED_JOB_S, Claimed, Entry, Placement, QueueState, UsageReport
+from loraplex.contracts.broker.terms import SEALED_JOB_S, Claimed, Entry, QueueState, UsageReport
 from tests.credentials_files import router_seals, worker_seals
 from tests.worker.io.relayed_worker import KEYS, LINKS, ROWS, Router, Worker, job, listening, running
 
@@ -137,7 +138,7 @@ async def test_a_full_worker_takes_a_row_of_a_lost_router_for_a_job_that_needs_i
 
 
 async def test_a_worker_gives_back_what_it_can_t_read_and_pauses_after_three_in_a_row(
-    router: Router, worker: Worker, redis: Redis
+    router: Router, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = list[bool]()
 
@@ -149,9 +150,10 @@ async def test_a_worker_gives_back_what_it_can_t_read_and_pauses_after_three_in_
     worker.intake.on_pause = note
     await worker.queue.stop_waiting()
     names = ["acme/unread-1", "acme/unread-2", "acme/unread-3"]
-    for name in names:
-        damaged = Entry.from_job(replace(job(name, worker.address)), Placement(), b"no job")
-        await worker.queue.enqueue(job(name, worker.address), Placement(), damaged)
+    with monkeypatch.context() as damage:
+        damage.setattr(worker.queue, "make_entry", partial(Entry.from_job, body=b"no job"))
+        for name in names:
+            await worker.queue.enqueue(job(name, worker.address))
     await router.until(lambda: pauses == [True, False])
     assert [name for kind, name in router.events if kind == "ended"] == names
     await worker.queue.enqueue(job("read", worker.address, max_tokens=2))
