@@ -10,12 +10,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 from loraplex.adapters.v1 import releases_pb2
 
 from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.contracts.artifacts.base_model import read_base_model
+from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.tenancy.access import GuardedServers
 from tests.adapter_store.conftest import Client, files_of
 from tests.adapter_store.test_releases import Releasing
 from tests.clients.operator.kubernetes_api import KubernetesApi, Object
@@ -67,8 +70,12 @@ class TappedStore(Store):
         super().__init__(settings)
         self._tap = Tap(on_call)
 
-    def _shared_catalog(self) -> list[grpc.aio.ServerInterceptor]:
-        return [self._tap, *super()._shared_catalog()]
+    def _servers(self) -> GuardedServers:
+        def tapped(*arguments: Any, interceptors: list[grpc.aio.ServerInterceptor], **options: Any) -> Server:
+            return Server(*arguments, interceptors=[*interceptors, self._tap], **options)
+
+        with patch("loraplex.adapter_store.app.Server", tapped):
+            return super()._servers()
 
 
 class World:
