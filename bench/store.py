@@ -27,7 +27,8 @@ import httpx2
 
 from bench.command import run_command
 from bench.report import Aim, Report, progress
-from loraplex.adapter_store.database import Database, EmbeddedDatabase
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE

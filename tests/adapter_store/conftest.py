@@ -19,7 +19,8 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from safetensors.numpy import save
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.database import Database, open_database
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.embedded import open_database
 from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape, read_base_model
 from loraplex.runtime.rpc.server import channel_options
 from tests.adapter_store.sources.places import seaweed

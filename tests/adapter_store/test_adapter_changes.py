@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapter_store.adapter_changes import AdapterChanges
-from loraplex.adapter_store.database import Database, EmbeddedDatabase
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.adapter_store.grants import Grants
 from loraplex.contracts.artifacts.names import AdapterName
 

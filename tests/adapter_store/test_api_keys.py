@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from loraplex.adapter_store.api_keys import ApiKey, ApiKeys
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.database import EmbeddedDatabase
+from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.runtime.rpc.principal import Role

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapter_store import backup
-from loraplex.adapter_store.database import open_database
+from loraplex.adapter_store.embedded import open_database
 from loraplex.adapter_store.storage import CorruptBlob, DataDirectoryError
 from loraplex.contracts.artifacts.names import AdapterName
 from tests.adapter_store.sources.places import bucket_of

@@ -12,7 +12,8 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from loraplex.adapter_store.database import MIGRATIONS, EmbeddedDatabase
+from loraplex.adapter_store.database import MIGRATIONS
+from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape
 from loraplex.contracts.artifacts.generation_config import GenerationConfig
 from loraplex.contracts.artifacts.names import sha256_bytes

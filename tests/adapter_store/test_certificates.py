@@ -12,7 +12,8 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.database import MIGRATIONS, EmbeddedDatabase
+from loraplex.adapter_store.database import MIGRATIONS
+from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.adapter_store.records import find_revision
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.fitness import Figures

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapter_store.database import Database, EmbeddedDatabase
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.adapter_store.releases import Releases
 from loraplex.adapter_store.rollouts import GateResult, Origin, ReleaseName, RolloutPlan, RolloutStep
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName

@@ -27,8 +27,9 @@ from loraplex.adapter_store.app import OLD_S, Store, StoreSettings
 from loraplex.adapter_store.bases import BaseModels
 from loraplex.adapter_store.bucket import BucketDirectory
 from loraplex.adapter_store.catalog import Catalog
-from loraplex.adapter_store.database import Database, open_database
+from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.deleted import DeletedRevisions
+from loraplex.adapter_store.embedded import open_database
 from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.adapter_store.plans import StoredPlans, StoreQuotas
 from loraplex.adapter_store.records import NewBase, NewRevision, Revision

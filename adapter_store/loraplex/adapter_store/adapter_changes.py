@@ -7,9 +7,8 @@ name counts for the adapters of all tenants that have it.
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 # Maximum number of names that are kept; with one more, readers begin anew.
 NAMES_KEPT = 10_000
@@ -68,14 +67,3 @@ class AdapterChanges:
                         break
                     names.append(name)
             return self.epoch, self._latest, names
-
-
-def watch(connection: sqlite3.Connection, note: Callable[[str | None], None]) -> None:
-    """Note the adapters that are changed through a connection of SQLite."""
-    connection.create_function("note_adapter", 1, note)
-    for table, name in NAME_IN.items():
-        for event, row in ROWS_OF.items():
-            connection.execute(
-                f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} "
-                f"BEGIN SELECT note_adapter({name.format(row=row)}); END"
-            )

@@ -21,8 +21,9 @@ from loraplex.adapter_store.accounts import AccountService, StoredAccounts
 from loraplex.adapter_store.api_keys import ApiKeys, KeyService
 from loraplex.adapter_store.bases import BaseModels
 from loraplex.adapter_store.catalog import Catalog
-from loraplex.adapter_store.database import Database, open_database
+from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.deleted import DeletedRevisions
+from loraplex.adapter_store.embedded import open_database
 from loraplex.adapter_store.grants import Grants, GrantService
 from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.adapter_store.open_calls import TenantCalls

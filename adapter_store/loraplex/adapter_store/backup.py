@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from loraplex.adapter_store.bucket import BucketDirectory, open_bucket
-from loraplex.adapter_store.database import Database, EmbeddedDatabase, open_database
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.embedded import EmbeddedDatabase, open_database
 from loraplex.adapter_store.records import Blob, Rows, marks
 from loraplex.adapter_store.storage import BlobReader, CorruptBlob, DataDirectory, DataDirectoryError
 from loraplex.runtime.rpc.errors import Unavailable

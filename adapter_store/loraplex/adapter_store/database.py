@@ -1,20 +1,18 @@
-"""The catalog's database: transactions that are durable when they end. SQLite's file is that of one store.
+"""The catalog's database: transactions that are durable when they end. SQLite: embedded.py; PostgreSQL: postgres.py.
 
 Its calls block: make them in a thread.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 
-from loraplex.adapter_store.adapter_changes import AdapterChanges, watch
+from loraplex.adapter_store.adapter_changes import AdapterChanges
 from loraplex.adapter_store.records import Rows
-from loraplex.adapter_store.storage import DataDirectory, DataDirectoryError, disk_full
+from loraplex.adapter_store.storage import DataDirectory, DataDirectoryError
 
 # The tables, as numbered steps: number n, beginning at 1, makes a catalog of version n of one of version n - 1. From
 # version 1.0 on a step that was released stays as it is, and a change of the tables is another step at the end.
@@ -265,10 +263,6 @@ ALTER TABLE certificates ADD COLUMN right_quantized INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX expiring_grants ON grants (expire_ns) WHERE expire_ns IS NOT NULL;
 """,
 )
-_COLUMNS = """
-SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns
-WHERE tables.type = 'table'
-"""
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
 UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
@@ -348,108 +342,6 @@ class Database(ABC):
                 yield
             finally:
                 data.remove(self.unreferenced(digests))
-
-
-class EmbeddedDatabase(Database):
-    """A file of SQLite, with one connection. A catalog of an earlier version gets the steps that it lacks.
-
-    Raises DataDirectoryError, also where there are `blobs` of a catalog that is missing: it would have them removed.
-    """
-
-    def __init__(self, path: Path, blobs: int = 0) -> None:
-        super().__init__()
-        if blobs and not (path.is_file() and path.stat().st_size):
-            raise lost_catalog(f"--data: {path}", blobs)
-        try:
-            with ExitStack() as opened:
-                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-                opened.callback(connection.close)
-                connection.row_factory = sqlite3.Row
-                # In WAL mode with FULL every commit is on the disk before it returns.
-                # With secure_delete removed rows are overwritten.
-                for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
-                    connection.execute(f"PRAGMA {pragma}")
-                _migrate(connection, path, blobs)
-                _check_shape(connection, path)
-                watch(connection, self.adapter_changes.note)
-                opened.pop_all()
-        except sqlite3.Error as error:
-            raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
-        self._connection = connection
-
-    @contextmanager
-    def transaction(self) -> Iterator[Rows]:
-        with self.lock:
-            committed = False
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                yield self._connection
-                self._connection.execute("COMMIT")
-                committed = True
-            except BaseException as error:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-                    raise disk_full() from error
-                raise
-            finally:
-                self.adapter_changes.end_transaction(committed=committed)
-
-    @contextmanager
-    def reading(self) -> Iterator[Rows]:
-        with self.lock:
-            yield self._connection
-
-    def follow(self, changed: Callable[[Set[str] | None], None]) -> None:
-        """Nobody else changes the file."""
-
-    def forget_removed(self) -> None:
-        """Write the removal of rows into the file itself, and empty the journal, which still has them."""
-        with self.lock:
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def numbers(self) -> dict[str, int]:
-        with self.reading() as rows:
-            return dict(rows.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
-
-    def set_numbers(self, rows: Rows, numbers: dict[str, int]) -> None:
-        rows.execute("DELETE FROM sqlite_sequence")
-        rows.executemany("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", numbers.items())
-
-    def close(self) -> None:
-        with self.lock:
-            self._connection.close()
-
-
-def open_database(url: str, path: Path, blobs: int = 0) -> Database:
-    """Open the catalog of so many files at a URL of PostgreSQL, or without one at a path. Raises DataDirectoryError."""
-    if not url:
-        return EmbeddedDatabase(path, blobs)
-    from loraplex.adapter_store.postgres import PostgresDatabase
-
-    return PostgresDatabase(url, blobs)
-
-
-def _migrate(connection: sqlite3.Connection, path: Path, blobs: int) -> None:
-    """Run the migrations that the catalog lacks, each in a transaction."""
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version == 0 and blobs:
-        raise lost_catalog(f"--data: {path}", blobs)
-    if version > len(MIGRATIONS):
-        raise DataDirectoryError(f"--data: {path} was written by a later version of the store")
-    for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
-        connection.executescript(f"BEGIN; {step}; PRAGMA user_version = {number}; COMMIT;")
-
-
-def _check_shape(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a catalog with other tables than its version has now: before 1.0 step 1 was changed in its place."""
-    with closing(sqlite3.connect(":memory:")) as new:
-        new.executescript(";".join(MIGRATIONS))
-        lacking = set(new.execute(_COLUMNS)).difference(map(tuple, connection.execute(_COLUMNS)))
-    if lacking:
-        tables = ", ".join(sorted({table for table, _ in lacking}))
-        message = f"is of a version before 1.0: it lacks {tables}, or columns of these; begin with an empty directory"
-        raise DataDirectoryError(f"--data: {path} {message}")
 
 
 def lost_catalog(place: str, blobs: int) -> DataDirectoryError:

@@ -2,7 +2,7 @@
 
     DATA/lock           held while a store runs on the directory
     DATA/reserve        room on the disk for the deletion of adapters when there is no other
-    DATA/catalog.db     see database.py
+    DATA/catalog.db     see embedded.py
     DATA/uploads/ID/    files being received; whatever is here at start-up is left from a crash
     DATA/blobs/HEX      complete files; one without a row in the catalog is left from a crash too
 
