@@ -144,7 +144,7 @@ async def test_whole_answers_to_own_prompts_are_judged(
 
 def test_certificates_of_before_whole_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as before:
-        before.setattr("loraplex.adapter_store.database.MIGRATIONS", MIGRATIONS[:5])
+        before.setattr("loraplex.adapter_store.embedded.MIGRATIONS", MIGRATIONS[:5])
         database = EmbeddedDatabase(tmp_path / "catalog.db")
         with database.transaction() as rows:
             rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 0, 0, 0)")

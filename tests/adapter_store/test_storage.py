@@ -239,10 +239,10 @@ def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "catalog.db"
     EmbeddedDatabase(path).close()
     later = (*MIGRATIONS, "ALTER TABLE plans ADD COLUMN note TEXT; UPDATE plans SET note = 'none'")
-    monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
+    monkeypatch.setattr("loraplex.adapter_store.embedded.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
     with pytest.raises(DataDirectoryError, match="cannot be opened as the catalog: no such column"):
         EmbeddedDatabase(path)
-    monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
+    monkeypatch.setattr("loraplex.adapter_store.embedded.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
     for _ in range(2):
         database = EmbeddedDatabase(path)
         with database.reading() as rows:
