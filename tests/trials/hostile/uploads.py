@@ -130,7 +130,7 @@ def bad_uploads() -> Iterator[Case]:
         yield Case(f"config: {name}", upload, _upload(text, _GOOD))
     costly = {"peft_type": "LORA", "r": 1, "alpha_pattern": {f".*.*{i}": 1 for i in range(256)}}
     yield Case("config: 256 patterns", upload, _upload(json.dumps(costly).encode(), _file(*all_modules())))
-    for name in ("../support", "tenants/acme/adapters/support", "tenants/shared/adapters/support", "", "a" * 64, "\n"):
+    for name in ("../support", "tenants/acme/adapters/support", "tenants/shared/adapters/support", "", "a" * 129, "\n"):
         yield Case(f"adapter {name!r}", upload, _upload(plain, _GOOD, adapter=name))
     for field in ("alias", "etag", "base_model"):
         yield Case(f"header: {field}", upload, _upload(plain, _GOOD, **{field: "../\n"}))
