@@ -209,6 +209,7 @@ class Generation:
             reader.waits_since = time.monotonic()
             run.complete = True
             if run.budget is not None:
+                run.budget.delivered = lambda: answer.completion_tokens  # a resumed answer may bring no more events
                 await run.budget.finish()
             yield Message(run.summary(answer.completion_tokens))
         except CallError as error:
