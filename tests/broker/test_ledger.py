@@ -449,6 +449,29 @@ async def test_a_wiped_redis_is_filled_and_closed_until_all_have_told(cluster: C
     assert (account["day_tokens"], account["held_day_tokens"]) == (410 + 130, 0)
 
 
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_resume_that_a_lost_redis_did_not_take_leaves_the_request_to_its_first_router(
+    cluster: Cluster, ended: bool
+) -> None:
+    a, b = await cluster.router("a"), await cluster.router("b")
+    first = await cluster.reserve()
+    first.use(10, 42)
+    await cluster.redis.flushdb()
+    await cluster.clock.advance(0)
+    failed = Reservation("r1", "acme", 10, 100, "{}", holder="b:1", open=not ended)
+    await b.fill([failed], closes=True)
+    first.open = False
+    await a.fill([first], closes=True)
+    await a.loaded()
+    await cluster.clock.advance(terms.RECOVERY_MS)
+    await b.tell([failed])
+    await a.tell([first])
+    resumed = await cluster.reserve(1, 100, 42, router="b")
+    await cluster.settle(resumed, 10, 60, "b")
+    assert (await cluster.account())["day_tokens"] == 70
+    assert sum(used_input + used_output for _, used_input, used_output in await cluster.events()) == 70
+
+
 async def test_a_router_whose_fill_broke_off_fills_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     router, running = await cluster.router("a"), await cluster.reserve()
     await cluster.redis.flushdb()

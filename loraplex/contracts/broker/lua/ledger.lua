@@ -327,14 +327,18 @@ function ledger.fill(call)
   end
 end
 
--- Take over what a router tells of a reservation. Returns its holder where another call has the request by now.
+-- Take over what a router tells of a reservation. Returns its holder where another call has the request by now, or the
+-- ledger has none.
 function ledger.take_over(call, told)
   local is_filling = call.message.step ~= '' or call.closed_ms > 0
   local r, is_known = ledger.reservation_of(call, told.id)
-  if not is_known or r.resumes < told.resumes then -- lost, or that of an earlier call
+  if not is_known and told.open and told.at_ms == 0 then return told.holder end -- never granted: it has used nothing
+  local is_empty = not r.open and r.used_input + r.used_output == 0 and r.holder ~= told.holder -- of a call that failed
+  if not is_known or is_empty or r.resumes < told.resumes then -- lost, or that of an earlier call
     ledger.release(call, r)
     for field in pairs(RESERVATION) do r[field] = told[field] end
     r.open, r.used_input, r.used_output = true, told.told_input, told.told_output -- these are charged
+    if r.at_ms == 0 then r.at_ms = call.now end
     -- Another has ended it long ago, and added the event.
     if not is_filling then r.billed_input, r.billed_output, r.events = r.used_input, r.used_output, call.now end
     ledger.hold(call, r, 1)
