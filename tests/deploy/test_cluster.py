@@ -111,11 +111,15 @@ async def test_engines_that_die_while_they_start_end_the_start(
         "import os, sys\nif 'loraplex.worker.engine.process' in sys.orig_argv:\n    os._exit(7)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    # On a busy machine they may have died before the cluster's other processes are there.
-    with pytest.raises(LaunchError, match=r"^worker-1: .*ended \(exit status 7\) before it served") as caught:
+
+    async def serve() -> None:
         async with LocalCluster(SETTINGS) as cluster:
             await register(cluster)
             await cluster.wait_serving(WAIT_S)
+
+    # On a busy machine they may have died before the cluster's other processes are there.
+    with pytest.raises(LaunchError, match=r"^worker-1: .*ended \(exit status 7\) before it served") as caught:
+        await serve()
     assert "\n" not in str(caught.value)
     assert leftovers() == []
 
