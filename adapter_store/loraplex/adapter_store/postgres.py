@@ -54,7 +54,7 @@ _TYPES = {
     "BLOB": "BYTEA",
     "TEXT": 'TEXT COLLATE "C"',  # in the order of bytes, as SQLite has it
 }
-# What the catalog's statements use of SQLite's functions.
+# Defines those functions of SQLite that the catalog's statements call.
 _FUNCTIONS = """
 CREATE OR REPLACE FUNCTION max(a BIGINT, b BIGINT) RETURNS BIGINT LANGUAGE sql IMMUTABLE STRICT
 AS 'SELECT greatest(a, b)';

@@ -28,16 +28,16 @@ class Run:
     """A request and all that its router keeps of it; its attempts and tokens are those of `routed`."""
 
     request: Request
-    # As it was admitted; `routed.job` is that of the current attempt.
+    # The job of its first attempt here; that of the current one is `routed.job`.
     job: Job
     tokenizer: ModelTokenizer
-    # How to read the answer to a chat that is not text alone.
+    # Reads reasoning and calls out of an answer; None: the answer is text alone.
     chat_format: ChatFormat | None = None
     # Fields of sampling that the request left unset and the model has values for.
     filled: Mapping[str, Any] = field(default_factory=dict)
-    # What the job's grammar has of the chat's tools.
+    # The grammar of the chat's tools, and the parts of their schemas that it leaves free.
     calls: CallGrammar = field(default_factory=CallGrammar)
-    # What the client of a request that was resumed here had by then.
+    # The tokens that its client had when it was resumed here; None: it began here.
     resumption: Resumption | None = None
     # Since it is in the queue.
     routed: RoutedJob = field(init=False)

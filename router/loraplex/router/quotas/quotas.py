@@ -69,7 +69,7 @@ class CallBudget:
 
     reservation: Reservation
     quotas: Quotas
-    # Whose plans it must fit, and the limits that the ledger keeps in their accounts.
+    # The tenant and the API key whose plans limit it, and these limits, by the ledger's account.
     owners: Sequence[Owner] = ()
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     # Output tokens that the client of a resumed request had, and input tokens that were charged before.
