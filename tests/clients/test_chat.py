@@ -18,7 +18,6 @@ from loraplex.inference.v1 import inference_pb2 as pb
 import loraplex_client as lx
 from loraplex.cli.__main__ import main
 from loraplex.runtime.rpc import errors
-from loraplex_client import lorax
 
 MESSAGES = [{"role": "user", "content": "Weather?"}]
 TOOL = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -208,31 +207,3 @@ def test_generate_takes_formats(run: Callable[..., Done], server: Any, tmp_path:
     done = run("generate", "x", "--json-schema", str(tmp_path / "none.json"), "--router", server.address)
     assert done.returncode == 2
     assert "--json-schema" in done.stderr
-
-
-def test_formats_and_merged_adapters_as_programs_for_lorax_write_them(server: Any) -> None:
-    server.service.script = saying("{}")
-    client = lorax.Client(f"http://{server.address}")
-    schema = {"type": "object"}
-    for response_format in (
-        lorax.ResponseFormat(schema=schema), {"type": "json_object", "schema": schema}, {"type": "json_object"},
-    ):  # fmt: skip
-        assert client.generate("x", response_format=response_format).generated_text == "{}"
-        assert json.loads(server.service.requests[-1].spec.json_schema) == schema
-    merged: Any
-    for merged in (
-        lorax.MergedAdapters(ids=["a", "b"], weights=[0.5, 0.5], merge_strategy=lorax.MergeStrategy.LINEAR),
-        {"ids": ["a", "b"], "weights": [0.5, 0.5]},
-        # LoRAX's own client sends a density always; a sum has none.
-        {"ids": ["a", "b"], "weights": [0.5, 0.5], "density": 1.0, "majority_sign_method": "total"},
-    ):
-        client.generate("x", merged_adapters=merged)
-        assert [(a.adapter, a.weight) for a in server.service.requests[-1].spec.adapters] == [("a", 0.5), ("b", 0.5)]
-    for merged, adapter_id, field in (
-        ({"ids": ["a"], "weights": []}, None, "merged_adapters"),
-        ({"ids": ["a"], "weights": [1], "merge_strategy": "ties"}, None, "merged_adapters.merge_strategy"),
-        ({"ids": ["a"], "weights": [1]}, "b", "merged_adapters"),
-    ):
-        with pytest.raises(lx.InvalidRequestError) as caught:
-            client.generate("x", adapter_id, merged_adapters=merged)
-        assert caught.value.field == field

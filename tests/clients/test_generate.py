@@ -14,8 +14,6 @@ from loraplex.inference.v1 import inference_pb2
 import loraplex_client as lx
 from loraplex.runtime.rpc import errors
 from loraplex.runtime.rpc.principal import Unauthenticated
-from loraplex_client.generation import Fold
-from loraplex_client.lorax.ask import Ask
 
 HANG = "hang"
 CANCEL_S = 20.0
@@ -56,26 +54,6 @@ def test_whole_answer(server: Any, answer: list[Any], generate: GenerateBy) -> N
     assert generation.adapter_revision == "tenants/acme/adapters/pirate/revisions/sha256:00"
     assert (generation.continuations, generation.request_id, generation.adapters) == (1, "r-1", ())
     assert server.service.tenants == ["acme"]
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (1, 3), (4,)])
-def test_lorax_s_tokens_have_their_own_texts_however_they_come(sizes: tuple[int, ...]) -> None:
-    fold, ask, tokens = Fold(), Ask("x", None, None, {"max_new_tokens": 9}), list[tuple[int, str]]()
-    texts, begin = [" STRINGS", " OF", "", " é"], 0
-    for size in sizes:
-        part = texts[begin : begin + size]
-        delta = inference_pb2.Delta(
-            offset=begin,
-            token_ids=range(begin, begin + size),
-            text="".join(part),
-            logprobs=[inference_pb2.TokenLogprobs(logprob=-1)] * size,
-            text_lengths=map(len, part),
-        )
-        piece = fold.take(inference_pb2.GenerateEvent(delta=delta))
-        assert piece is not None
-        tokens += [(response.token.id, response.token.text) for response in ask.take(piece)]
-        begin += size
-    assert tokens == [*enumerate(texts)]
 
 
 def test_pieces_come_before_the_answer_has_ended(server: Any, answer: list[Any]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import httpx2
 import openai
 import pytest
 import pytest_asyncio
@@ -20,7 +21,6 @@ from loraplex.cli.models import registered
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex_client import AsyncClient, AsyncStoreClient, GenerationConfig
-from loraplex_client.lorax import AsyncClient as LoraxClient
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.hash_oracle import expected_ids
 
@@ -104,11 +104,15 @@ async def test_unset_fields_are_as_if_the_request_had_the_models_values(cluster:
 
 
 async def test_programs_of_lorax_stay_greedy_unless_they_ask_for_sampling(cluster: Cluster) -> None:
-    client = LoraxClient(f"http://{cluster.local.router}", headers={"x-loraplex-tenant": TENANT})
-    greedy = await client.generate(PROMPT, seed=SEED, max_new_tokens=9)
-    assert greedy.generated_text == text(repetition_penalty=1.05)
-    drawn = await client.generate(PROMPT, seed=SEED, max_new_tokens=9, do_sample=True)
-    assert drawn.generated_text == text(**EXPLICIT | {"temperature": 1.0})
+    async with httpx2.AsyncClient(headers={"x-loraplex-tenant": TENANT}) as client:
+        for given, values in (
+            ({}, {"repetition_penalty": 1.05}),
+            ({"do_sample": True}, EXPLICIT | {"temperature": 1.0}),
+        ):
+            parameters = {"seed": SEED, "max_new_tokens": 9, **given}
+            body = {"inputs": PROMPT, "parameters": parameters}
+            answer = await client.post(f"http://{cluster.local.http}/generate", json=body)
+            assert answer.json() == {"generated_text": text(**values)}
 
 
 async def test_a_request_over_http_gets_the_models_temperature_before_openais(

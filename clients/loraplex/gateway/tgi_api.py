@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, Literal, Required
 
@@ -15,8 +16,7 @@ from loraplex.gateway.errors import HttpError, invalid, not_served, renamed
 from loraplex.gateway.exchange import encode, raw
 from loraplex.gateway.openai_api import FORMATS
 from loraplex.gateway.openai_messages import LENIENT, OpenAIMessage, sdk_messages
-from loraplex_client.lorax.ask import Ask
-from loraplex_client.lorax.types import AlternativeToken, StreamDetails, StreamResponse, Token
+from loraplex_client import AsyncGenerationStream, FinishReason, Generation, Piece, TokenLogprobs
 
 # Names of this protocol for the cluster's.
 _NAMES = {
@@ -140,33 +140,144 @@ class DetokenizeRequest(TypedDict, total=False):
 
 GENERATE, TOKENIZE, DETOKENIZE = Body(GenerateRequest), Body(TokenizeRequest, LENIENT), Body(DetokenizeRequest)
 
-# TGI's parameters with LoRAX's names.
-_RENAMED = {"stop": "stop_sequences", "top_n_tokens": "return_k_alternatives"}
+# Parameters that the SDK's options have under the same names.
+_SAME = ("best_of", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
+# Values of `adapter_source`, none of which has an effect.
+_SOURCES = ("hub", "local", "s3", "pbase")
+# Tokens of an answer without `max_new_tokens`: LoRAX's.
+_ANSWER_TOKENS = 20
+_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.END: "eos_token",
+    FinishReason.STOP: "stop_sequence",
+    FinishReason.TOOL_CALLS: "eos_token",
+}
 
 
-def ask_of(request: Mapping[str, Any]) -> Ask:
-    """Return a request as the SDK reads LoRAX's. Raises HttpError, LoraplexError on what is not served."""
-    arguments = {
-        _RENAMED.get(name, name): value
-        for name, value in (request.get("parameters") or {}).items()
-        if value is not None and name not in ("adapter_id", "adapter_source", "grammar", "apply_chat_template")
-    }
-    parameters = request.get("parameters") or {}
+def options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the SDK's options for a request's parameters. Raises HttpError on what is not served."""
     if parameters.get("apply_chat_template"):
         raise not_served("apply_chat_template", "is not served; send the chat to /v1/chat/completions")
-    grammar = parameters.get("grammar")
-    if grammar is not None and grammar["type"] == "json":
-        arguments["response_format"] = {"type": "json_object", "schema": grammar["value"]}
-    arguments["details"] = True  # the answer has them where the request asks for them
-    ask = Ask(
-        request["inputs"],
-        parameters.get("adapter_id"),
-        parameters.get("adapter_source"),
-        arguments,  # type: ignore[arg-type]
-    )
-    if grammar is not None and grammar["type"] == "regex":
-        ask.options["regex"] = grammar["value"]
-    return ask
+    if (source := parameters.get("adapter_source", _SOURCES[0])) not in _SOURCES:
+        raise invalid("adapter_source", f"{source!r} is none of {', '.join(_SOURCES)}")
+    for name in ("watermark", "decoder_input_details"):
+        if parameters.get(name):
+            raise invalid(name, "not served")
+    options: dict[str, Any] = {name: parameters[name] for name in _SAME if name in parameters}
+    options |= {
+        "adapter_id": parameters.get("adapter_id"),
+        "max_tokens": parameters.get("max_new_tokens", _ANSWER_TOKENS),
+        "stop": parameters.get("stop", []),
+        "ignore_eos": parameters.get("ignore_eos_token"),
+        "logprobs": parameters.get("return_k_alternatives", parameters.get("top_n_tokens", 0)),
+        "response_format": parameters.get("response_format"),
+    }
+    if "truncate" in parameters:
+        if parameters["truncate"] < 1:  # 0 means to routers: to what the context leaves
+            raise invalid("truncate", "must be at least 1")
+        options["truncate_prompt_tokens"] = parameters["truncate"]
+    if "merged_adapters" in parameters:
+        options["adapters"] = _merged(parameters)
+    # A request samples if it says so, or gives a value that shapes sampling.
+    shapes = {name: parameters[name] for name in ("top_k", "top_p", "typical_p") if name in parameters}
+    temperature = parameters.get("temperature", 1.0)
+    drawn = parameters.get("do_sample") or shapes or temperature != 1.0
+    options |= {"temperature": temperature, **shapes} if drawn else {"temperature": 0.0}
+    grammar = parameters.get("grammar", {})
+    if grammar.get("type") == "json":
+        options["response_format"] = {"type": "json_object", "schema": grammar["value"]}
+    elif grammar:
+        options["regex"] = grammar["value"]
+    return options
+
+
+def _merged(parameters: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return a weighted set. Raises HttpError on a strategy that is not a sum."""
+    merged = parameters["merged_adapters"]
+    if "adapter_id" in parameters:
+        raise invalid("merged_adapters", "give either this or adapter_id")
+    # `density` and `majority_sign_method` are of other strategies; LoRAX's own client sends a density always.
+    if (strategy := merged.get("merge_strategy") or "linear") != "linear":
+        raise invalid("merged_adapters.merge_strategy", f"{strategy!r} is not served, only 'linear'")
+    try:
+        return list(zip(merged["ids"], merged["weights"], strict=True))
+    except ValueError as error:
+        raise invalid("merged_adapters", f"each of ids needs one of weights: {error}") from error
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer; `special`: not part of its text. The id of a stop string is -1."""
+
+    id: int
+    text: str
+    logprob: float = 0.0
+    special: bool = False
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Answer:
+    """The tokens of an answer, made from its stream's pieces, and at its end its text and its figures."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        """Read a request. Raises HttpError on what is not served."""
+        parameters = request.get("parameters", {})
+        self.options = options_of(parameters)
+        self.has_details = bool(parameters.get("details"))
+        self.names = {FORMATS: "grammar.value" if "grammar" in parameters else "response_format.schema"}
+        self.text: str | None = None
+        self.figures: dict[str, Any] | None = None
+        self._prompt = request["inputs"]
+        self._prefix = self._prompt if parameters.get("return_full_text") else ""
+        self._seed = parameters.get("seed")
+        self._count = 0
+        self._held: Token | None = None
+
+    def stream(self, call: HttpCall) -> AsyncGenerationStream:
+        """Ask for the answer. Raises LoraplexError."""
+        call.exchange.names = self.names
+        return call.caller.generate_stream(self._prompt, timeout_s=call.timeout_s, **self.options)
+
+    def take(self, piece: Piece) -> list[Token]:
+        """Return the tokens that a piece brings.
+
+        A token that may be the last waits for the next piece: a token without text, such as an end token, and the token
+        that reaches the limit. Others are returned at once.
+        """
+        if piece.finished is not None:
+            return self._last(piece.finished)
+        tokens = []
+        for index, token_id in enumerate(piece.token_ids):
+            if self._held is not None:
+                tokens.append(self._held)
+            logprobs = piece.logprobs[index] if piece.logprobs else TokenLogprobs(0.0, ())
+            # From an older router the first of several tokens has the text of all: the last may be an end token.
+            text = piece.texts[index] if piece.texts else "" if index else piece.text
+            self._held = Token(token_id, text, logprobs.logprob, alternatives=logprobs.alternatives)
+            self._count += 1
+            if text and self._count < self.options["max_tokens"]:
+                tokens.append(self._held)
+                self._held = None
+        if piece.text and not piece.token_ids:  # Late text of earlier tokens.
+            held = self._held or Token(-1, "")
+            self._held = replace(held, text=held.text + piece.text)
+        return tokens
+
+    def _last(self, whole: Generation) -> list[Token]:
+        held, stop = self._held, whole.stop if isinstance(whole.stop, str) else ""
+        # LoRAX's text includes the stop string, Loraplex's ends before it.
+        self.text = self._prefix + whole.text + stop
+        self.figures = {
+            "finish_reason": _REASONS[whole.finish_reason],
+            "prompt_tokens": whole.usage.prompt_tokens,
+            "input_length": whole.usage.prompt_tokens,  # TGI's name
+            "generated_tokens": len(whole.token_ids),
+            "seed": self._seed,
+        }
+        if isinstance(whole.stop, str):
+            return [*([held] if held is not None else ()), Token(-1, stop)]
+        last = held or Token(-1, "", special=True)
+        return [replace(last, special=True) if whole.finish_reason is FinishReason.END else last]
 
 
 async def generate(call: HttpCall) -> None:
@@ -190,73 +301,67 @@ async def generate_either(call: HttpCall) -> None:
 
 
 async def _whole(call: HttpCall, request: Mapping[str, Any]) -> dict[str, Any]:
-    ask = ask_of(request)
-    responses: list[StreamResponse] = []
-    async with _opened(call, request, ask) as stream:
+    answer, tokens = Answer(request), list[Token]()
+    async with answer.stream(call) as stream:
         async for piece in stream:
             if piece.finished is not None:
                 call.finished(piece.finished)
-            responses += ask.take(piece)
-    whole = ask.whole(responses)
-    if not (request.get("parameters") or {}).get("details"):
-        return {"generated_text": whole.generated_text}
-    assert whole.details is not None, "it was asked for"
-    tokens = await _tokens(call, whole.details.tokens)
-    details = {**_details(whole.details), "prefill": [], "tokens": tokens, "top_tokens": _tops(tokens)}
-    return {"generated_text": whole.generated_text, "details": details}
+            tokens += answer.take(piece)
+    if answer.figures is None or not answer.has_details:
+        return {"generated_text": answer.text}
+    shown = await _tokens(call, [token for token in tokens if token.id >= 0])
+    details = {**answer.figures, "prefill": [], "tokens": shown, "top_tokens": _tops(shown)}
+    return {"generated_text": answer.text, "details": details}
 
 
 async def _stream(call: HttpCall, request: Mapping[str, Any]) -> None:
-    ask, exchange, index = ask_of(request), call.exchange, 0
-    async with _opened(call, request, ask) as stream:
+    answer, exchange, index = Answer(request), call.exchange, 0
+    async with answer.stream(call) as stream:
         await call.begin_when_admitted([stream])
         async for piece in stream:
             if not exchange.status:
                 await call.begin()
             if piece.finished is not None:
                 call.finished(piece.finished)
-            events = b""
-            for response in ask.take(piece):
+            events, tokens = b"", answer.take(piece)
+            for token in tokens:
                 index += 1
-                events += event(await _event(call, index, response))
+                is_last = piece.finished is not None and token is tokens[-1]
+                (shown,) = await _tokens(call, [token])
+                events += event(
+                    {
+                        "index": index,
+                        "token": shown,
+                        "top_tokens": shown["alternative_tokens"] or [],
+                        "generated_text": answer.text if is_last else None,
+                        "details": answer.figures if is_last else None,
+                    }
+                )
             if events:
                 await exchange.write(events)
     await exchange.end()
 
 
-def _opened(call: HttpCall, request: Mapping[str, Any], ask: Ask) -> Any:
-    grammar = (request.get("parameters") or {}).get("grammar")
-    call.exchange.names = {FORMATS: "grammar.value" if grammar else "response_format.schema"}
-    return call.caller.generate_stream(
-        request["inputs"], response_format=ask.format, timeout_s=call.timeout_s, **ask.options
-    )
-
-
-async def _event(call: HttpCall, index: int, response: StreamResponse) -> dict[str, Any]:
-    (token,) = await _tokens(call, [response.token])
-    return {
-        "index": index,
-        "token": token,
-        "top_tokens": token["alternative_tokens"] or [],
-        "generated_text": response.generated_text,
-        "details": None if response.details is None else _details(response.details),
-    }
-
-
 async def _tokens(call: HttpCall, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Return tokens; the texts of their alternatives are asked for, all at once."""
-    size = sum(1 + len(token.alternative_tokens or ()) for token in tokens)
-    others = await call.run(size, lambda: {other.id for token in tokens for other in token.alternative_tokens or ()})
+    """Return tokens as JSON values; the texts of their alternatives are asked for, all at once."""
+    size = sum(1 + len(token.alternatives) for token in tokens)
+    others = await call.run(size, lambda: {other for token in tokens for other, _ in token.alternatives})
     texts = await call.cluster.token_bytes(call.caller, "", others) if others else {}
 
-    def alternative(other: AlternativeToken) -> dict[str, Any]:
-        return {**vars(other), "text": texts[other.id].decode(errors="replace"), "special": False}
+    def alternative(other: int, logprob: float) -> dict[str, Any]:
+        return {"id": other, "logprob": logprob, "text": texts[other].decode(errors="replace"), "special": False}
 
     def told() -> list[dict[str, Any]]:
-        alternatives = (
-            token.alternative_tokens and raw([*map(alternative, token.alternative_tokens)]) for token in tokens
-        )
-        return [{**vars(token), "alternative_tokens": made} for token, made in zip(tokens, alternatives, strict=True)]
+        return [
+            {
+                **{"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special},
+                "alternative_tokens": raw([alternative(*other) for other in token.alternatives])
+                if token.alternatives
+                else None,
+                "skipped": False,
+            }
+            for token in tokens
+        ]
 
     return await call.run(size, told)
 
@@ -266,17 +371,6 @@ def _tops(tokens: list[dict[str, Any]]) -> list[Any] | None:
     return (
         [token["alternative_tokens"] or [] for token in tokens] if tokens and tokens[0]["alternative_tokens"] else None
     )
-
-
-def _details(details: StreamDetails) -> dict[str, Any]:
-    """Return the figures of an answer; LoRAX and TGI have two names for the prompt's length."""
-    return {
-        "finish_reason": details.finish_reason,
-        "prompt_tokens": details.prompt_tokens,
-        "input_length": details.prompt_tokens,
-        "generated_tokens": details.generated_tokens,
-        "seed": details.seed,
-    }
 
 
 async def info(call: HttpCall) -> None:

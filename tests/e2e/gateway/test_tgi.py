@@ -64,6 +64,7 @@ async def test_errors(client: AsyncInferenceClient, http: httpx2.AsyncClient) ->
         for parameters, status, message in (
             ({"adapter_id": "nobody"}, 404, "adapter not found: nobody; looked in tenant acme and tenant shared"),
             ({"watermark": True}, 422, "watermark: not served"),
+            ({"adapter_source": "moon"}, 422, "adapter_source: 'moon' is none of hub, local, s3, pbase"),
             ({"tempperature": 1}, 422, "parameters.tempperature: unknown parameter"),
         ):
             answer = await http.post(path, json={"inputs": "x", "parameters": parameters})
@@ -74,6 +75,9 @@ async def test_errors(client: AsyncInferenceClient, http: httpx2.AsyncClient) ->
             {"inputs": "x", "parameters": {"max_new_tokens": 10**9}},
             "max_new_tokens: This model's maximum context length is ",
         ),
+        ("/generate", {"inputs": "x", "parameters": {"stop": [""]}}, "stop"),
+        ("/generate", {"inputs": "x", "parameters": {"best_of": 1000}}, "best_of: "),
+        ("/generate", {"inputs": "x", "parameters": {"top_n_tokens": 1000}}, "top_n_tokens: "),
         ("/generate", {"inputs": ""}, "inputs: "),
         ("/generate", {"inputs": "x", "parameters": {"grammar": {"type": "json", "value": "a"}}}, "grammar.value: "),
         ("/detokenize", {"tokens": [-1]}, "tokens: "),
