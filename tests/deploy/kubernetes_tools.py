@@ -61,11 +61,16 @@ def helm(*arguments: str) -> str:
     return done.stdout
 
 
-def render(example: str, settings: Sequence[str] = (), release: str = "lx", namespace: str = "llm") -> list[Manifest]:
-    """Return the objects of the chart with an example's values and `KEY=VALUE` settings. Raises HelmError."""
-    flags = [flag for setting in settings for flag in ("--set", setting)]
+def render(
+    example: str, settings: Sequence[str] = (), release: str = "lx", namespace: str = "llm", chart: Path = CHART
+) -> list[Manifest]:
+    """Return the objects of the chart with an example's values and `KEY=VALUE` settings, or flags of helm.
+
+    Raises HelmError.
+    """
+    flags = [word for one in settings for word in ([one] if one.startswith(("-", "/")) else ["--set", one])]
     values = str(CHART / "examples" / f"{example}.yaml")
-    text = helm("template", release, str(CHART), "--namespace", namespace, "-f", values, *flags)
+    text = helm("template", release, str(chart), "--namespace", namespace, "-f", values, *flags)
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 

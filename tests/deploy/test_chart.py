@@ -94,8 +94,7 @@ def test_pods_are_confined_bounded_and_probed(rendered: dict[str, list[dict[str,
             assert "memory" in container["resources"]["limits"], name
             assert "cpu" in container["resources"]["requests"], name
             mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
-            claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
-            assert mounts <= {volume["name"] for volume in pod.get("volumes", [])} | claims, name
+            assert mounts <= {volume["name"] for volume in pod.get("volumes", [])}, name
         if workload["kind"] != "Job":
             for container in pod["containers"]:
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container), name
@@ -360,7 +359,6 @@ def test_an_embedded_server_of_a_cell_lets_its_own_workers_in() -> None:
         (("models.base.hub.repository=org/model",), "/models/base"),
         (("gateway.ingress.enabled=true",), "/gateway/ingress/host"),
         (("router.replicas=0",), "/router/replicas"),
-        (("store.replicas=2",), "/store/replicas"),
         (("scaler.enabled=true",), "no pool of workers has `scaled: true`"),
         (("workers.cpu.tensorParallel=0",), "/workers/cpu/tensorParallel"),
         (
@@ -400,13 +398,6 @@ def test_values_that_contradict_each_other_are_refused_by_name(settings: tuple[s
     with pytest.raises(HelmError) as refused:
         render("laptop", settings)
     assert message in str(refused.value)
-
-
-def test_several_stores_share_what_a_secret_names() -> None:
-    manifests = render("laptop", ("store.replicas=2", "store.environmentSecret=catalog"))
-    store = next(one for one in manifests if one["kind"] == "StatefulSet" and one["metadata"]["name"] == "lx-store")
-    assert store["spec"]["replicas"] == 2
-    assert store["spec"]["template"]["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "catalog"}}]
 
 
 def test_an_init_container_copies_a_model_from_a_bucket(tmp_path: Path) -> None:
@@ -455,15 +446,6 @@ def test_a_pool_of_ranks_has_their_devices_and_a_place_to_meet(device: str, gpus
     assert not [problem for one in own for problem in problems_of(one, VERSIONS[-1])]
     words = [word for _, pod in pods_of(render("laptop")) for word in pod["containers"][0]["command"]]
     assert not [word for word in words if word.startswith("--tensor-parallel")]
-
-
-def test_a_model_that_changes_is_registered_by_another_job() -> None:
-    def job(settings: tuple[str, ...] = ()) -> str:
-        (name,) = [one["metadata"]["name"] for one in render("laptop", settings) if one["kind"] == "Job"]
-        return str(name)
-
-    assert job() == job()
-    assert job() != job(("models.base.quantize=int8",))
 
 
 # tests/deploy/test_cluster.py starts the parts as processes and adds workers; the scaler has its own tests.

@@ -16,6 +16,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- define "loraplex.image" -}}
 {{- $root := index . 0 -}}
 {{- with $root.Values.image.registry }}{{ . }}/{{ end }}loraplex-{{ index . 1 }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}
+{{- with index $root.Values.image.digests (index . 1) }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- define "loraplex.secured" -}}
@@ -29,15 +30,49 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- else }}{{ index $root.Values.credentials.secrets (index . 1) | required (printf "credentials.secrets.%s: name its Secret" (index . 1)) }}{{ end }}
 {{- end }}
 
-{{- /* What pods of all components have: call with (list $ "router"). Without service links Kubernetes sets no variables
-     such as LORAPLEX_ROUTER_PORT, which the programs would read as their settings. */}}
+{{- /* A part of the chart is a dict: `root`, its `name`, which is its component and names its objects, the `values` that
+     it takes, and their `path` for messages. These helpers render what all parts have in common. */}}
+{{- define "loraplex.serviceAccount" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ .root.Release.Name }}-{{ .name }}
+  labels:
+    {{- include "loraplex.labels" .root | nindent 4 }}
+  {{- with merge (dict) (dig "serviceAccount" "annotations" dict .values) .root.Values.serviceAccount.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+# Pods call no Kubernetes API, but for the operator's, which mounts its token itself.
+automountServiceAccountToken: false
+{{- end }}
+
+{{- define "loraplex.podMetadata" -}}
+labels:
+  {{- include "loraplex.labels" .root | nindent 2 }}
+  app.kubernetes.io/component: {{ .name }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- range $label, $value := .values.podLabels }}
+  {{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "loraplex/" $label) }}
+  {{- fail (printf "%s.podLabels: %s is the chart's own, by which it finds its pods" $.path $label) }}
+  {{- end }}
+  {{ $label }}: {{ $value | quote }}
+  {{- end }}
+{{- with merge (dict) (.annotations | default dict) (.values.podAnnotations | default dict) }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* Without service links Kubernetes sets no variables such as LORAPLEX_ROUTER_PORT, which the programs would read as
+     their settings. */}}
 {{- define "loraplex.pod" -}}
-{{- $root := index . 0 -}}
-{{- $values := $root.Values -}}
-{{- $operator := eq (index . 1) "operator" -}}
+{{- $values := .root.Values -}}
 enableServiceLinks: false
-automountServiceAccountToken: {{ $operator }}
-serviceAccountName: {{ $root.Release.Name }}-{{ ternary "operator" "loraplex" $operator }}
+automountServiceAccountToken: {{ eq .name "operator" }}
+serviceAccountName: {{ .root.Release.Name }}-{{ .name }}
 securityContext:
   runAsNonRoot: true
   runAsUser: {{ $values.podSecurity.runAsUser }}
@@ -51,11 +86,49 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- range $name := list "nodeSelector" "affinity" "tolerations" }}
+{{- with index $.values $name }}
+{{ $name }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* A container's variables: the chart's own, a list `env` of the part, and those of its values. */}}
+{{- define "loraplex.env" -}}
+{{- $own := list }}
+{{- range .env }}
+{{- $own = append $own .name }}
+{{- end }}
+{{- range .values.env }}
+{{- if has .name $own }}
+{{- fail (printf "%s.env: %s is set by the chart" $.path .name) }}
+{{- end }}
+{{- end }}
+{{- with concat (.env | default list) (.values.env | default list) }}
+env:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with concat (.envFrom | default list) (.values.envFrom | default list) }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* The variables of those who call the store as its first operator. */}}
+{{- define "loraplex.operatorEnv" -}}
+{{- if include "loraplex.secured" . }}
+- {name: LORAPLEX_CA, value: /etc/loraplex/tls/ca.crt}
+- {name: LORAPLEX_API_KEY_FILE, value: /etc/loraplex/keys/operator.key}
+{{- end }}
 {{- end }}
 
 {{- define "loraplex.spread" -}}
 topologySpreadConstraints:
-  {{- $selector := include "loraplex.selector" . }}
+  {{- $selector := include "loraplex.selector" (list .root .name) }}
   {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
   - maxSkew: 1
     topologyKey: {{ . }}
@@ -88,6 +161,10 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 8
   failureThreshold: 3
+{{- end }}
+
+{{- define "loraplex.podName" -}}
+- {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 {{- end }}
 
 {{- define "loraplex.certificateFlags" -}}
@@ -131,43 +208,53 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 
-{{- /* Mounts and volumes of certificates and keys: (list $ "router"). */}}
+{{- /* Mounts and volumes of a part's values, and of the certificates and keys that are for its `role`: that of a store,
+     router, worker or gateway, of an operator, or none. */}}
 {{- define "loraplex.mounts" -}}
-{{- $root := index . 0 -}}
+{{- $root := .root -}}
 - {name: tmp, mountPath: /tmp}
-{{- if include "loraplex.secured" $root }}
+{{- if and .role (include "loraplex.secured" $root) }}
 - {name: tls, mountPath: /etc/loraplex/tls, readOnly: true}
-{{- if ne (index . 1) "gateway" }}
+{{- if ne .role "gateway" }}
 - {name: keys, mountPath: /etc/loraplex/keys, readOnly: true}
 {{- end }}
 {{- end }}
-{{- if and $root.Values.redis.caSecret (has (index . 1) (list "router" "worker")) }}
+{{- if and $root.Values.redis.caSecret (has .role (list "router" "worker")) }}
 - {name: redis, mountPath: /etc/loraplex/redis, readOnly: true}
+{{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
 {{- define "loraplex.volumes" -}}
-{{- $root := index . 0 -}}
+{{- $root := .root -}}
 {{- $credentials := $root.Values.credentials -}}
 - {name: tmp, emptyDir: {}}
-{{- if include "loraplex.secured" $root }}
+{{- if and .role (include "loraplex.secured" $root) }}
 - name: tls
-  secret: {secretName: {{ include "loraplex.certificate" . }}}
-{{- if ne (index . 1) "gateway" }}
+  secret: {secretName: {{ include "loraplex.certificate" (list $root (ternary "store" .role (eq .role "operator"))) }}}
+{{- if ne .role "gateway" }}
 - name: keys
   secret:
     secretName: {{ $credentials.secret.name }}
     items:
-      {{- if has (index . 1) (list "router" "worker") }}
+      {{- if has .role (list "router" "worker") }}
       - {key: {{ $credentials.secret.jobKey }}, path: job.key}
       {{- else }}
       - {key: {{ $credentials.secret.operatorKey }}, path: operator.key}
       {{- end }}
 {{- end }}
 {{- end }}
-{{- if and $root.Values.redis.caSecret (has (index . 1) (list "router" "worker")) }}
+{{- if and $root.Values.redis.caSecret (has .role (list "router" "worker")) }}
 - name: redis
   secret: {secretName: {{ $root.Values.redis.caSecret }}}
+{{- end }}
+{{- range .values.extraVolumes }}
+{{- if has .name (list "tmp" "tls" "keys" "redis" "home" "data" "model" "shm" "config" "files" "users") }}
+{{- fail (printf "%s.extraVolumes: the chart has a volume %s; give it another name" $.path .name) }}
+{{- end }}
+- {{ toJson . }}
 {{- end }}
 {{- end }}
 
@@ -205,67 +292,73 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{ .Release.Name }}-store.{{ .Release.Namespace }}.svc
 {{- end }}
 
-{{- /* A model's files at /models/NAME: init containers, volumes and mounts of a pod; call with (list $ "NAME" "worker"). */}}
+{{- /* The model of a pool, or the revision of it that the pool names, as JSON; call with (list $ "POOL" WORKER). */}}
+{{- define "loraplex.modelOf" -}}
+{{- $root := index . 0 }}{{ $pool := index . 1 }}{{ $worker := index . 2 -}}
+{{- $model := index $root.Values.models $worker.model | required (printf "workers.%s.model: %s is not one of models" $pool $worker.model) -}}
+{{- with $worker.revision -}}
+{{- $model = index ($model.revisions | default dict) . | required (printf "workers.%s.revision: %s is not one of models.%s.revisions" $pool . $worker.model) -}}
+{{- end -}}
+{{- toJson $model -}}
+{{- end }}
+
+{{- /* A model's files at /models/base: init container, volume and mount of a part's pod; the part has `model` and `image`. */}}
 {{- define "loraplex.modelInit" -}}
-{{- $root := index . 0 -}}
-{{- $model := index $root.Values.models (index . 1) -}}
+{{- $root := .root -}}
+{{- $model := .model -}}
 {{- if or $model.hub $model.bucket }}
 initContainers:
   - name: download
     {{- include "loraplex.container" $root | nindent 4 }}
     {{- with $model.hub }}
-    image: {{ include "loraplex.image" (list $root (index $ 2)) }}
+    image: {{ include "loraplex.image" (list $root $.image) }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
     command: [hf, download, {{ .repository | quote }}, --revision={{ .revision | default "main" }}, --local-dir=/models/base]
-    env:
-      - {name: HF_HOME, value: /models/.cache}
-      {{- with .endpoint }}
-      - {name: HF_ENDPOINT, value: {{ . | quote }}}
-      {{- end }}
-      {{- with .tokenSecret }}
-      - name: HF_TOKEN
-        valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key | default "token" }}}}
-      {{- end }}
+    {{- $env := list (dict "name" "HF_HOME" "value" "/models/.cache") }}
+    {{- with .endpoint }}
+    {{- $env = append $env (dict "name" "HF_ENDPOINT" "value" .) }}
+    {{- end }}
+    {{- with .tokenSecret }}
+    {{- $env = append $env (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" (dict "name" .name "key" (.key | default "token")))) }}
+    {{- end }}
+    {{- include "loraplex.env" (merge (dict "env" $env) $) | nindent 4 }}
     {{- end }}
     {{- with $model.bucket }}
     image: {{ .image | default "rclone/rclone:1.75" }}
     command: [rclone, copy, --stats-one-line, -v, {{ .remote | quote }}, /models/base]
-    env:
-      - {name: RCLONE_CONFIG, value: /tmp/rclone.conf}
+    {{- $env := list (dict "name" "RCLONE_CONFIG" "value" "/tmp/rclone.conf") }}
+    {{- $from := list }}
     {{- with .environmentSecret }}
-    envFrom:
-      - secretRef: {name: {{ . }}}
+    {{- $from = list (dict "secretRef" (dict "name" .)) }}
     {{- end }}
+    {{- include "loraplex.env" (merge (dict "env" $env "envFrom" $from) $) | nindent 4 }}
     {{- end }}
     volumeMounts:
       - {name: model, mountPath: /models}
       - {name: tmp, mountPath: /tmp}
+      {{- with $.values.extraVolumeMounts }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
     resources: {requests: {cpu: 250m, memory: 512Mi}, limits: {memory: 2Gi}}
 {{- end }}
 {{- end }}
 
-{{- define "loraplex.modelPath" -}}
-{{- $model := index (index . 0).Values.models (index . 1) -}}
-{{- $model.hash | default "/models/base" }}
-{{- end }}
 
 {{- define "loraplex.modelMount" -}}
-{{- $model := index (index . 0).Values.models (index . 1) -}}
-{{- if or $model.hub $model.bucket }}
+{{- if or .model.hub .model.bucket }}
 - {name: model, mountPath: /models}
-{{- else if $model.volume }}
+{{- else if .model.volume }}
 - {name: model, mountPath: /models/base, readOnly: true}
 {{- end }}
 {{- end }}
 
 {{- define "loraplex.modelVolume" -}}
-{{- $model := index (index . 0).Values.models (index . 1) -}}
-{{- if or $model.hub $model.bucket }}
+{{- if or .model.hub .model.bucket }}
 - name: model
-  emptyDir: {sizeLimit: {{ index . 2 }}}
-{{- else if $model.volume }}
+  emptyDir: {sizeLimit: {{ .disk }}}
+{{- else if .model.volume }}
 - name: model
-  {{- toYaml $model.volume | nindent 2 }}
+  {{- toYaml .model.volume | nindent 2 }}
 {{- end }}
 {{- end }}
 

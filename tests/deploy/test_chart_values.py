@@ -1,0 +1,249 @@
+"""Test the values of the chart: each part's pods, the store's places, what parts call, and what an upgrade changes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.kubernetes_tools import CHART, HelmError, Manifest, needs_helm, pods_of, problems_of, render
+from tests.deploy.test_chart import FOREIGN, VERSIONS
+
+pytestmark = pytest.mark.usefixtures("has_helm")
+
+# What the pods of each part take, and a value for it.
+_POD = {
+    "env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4317"}],
+    "envFrom": [{"secretRef": {"name": "proxy"}}],
+    "extraVolumes": [{"name": "ca", "configMap": {"name": "company-ca"}}],
+    "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/company", "readOnly": True}],
+    "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/llm"}},
+    "podAnnotations": {"company/team": "llm"},
+    "podLabels": {"azure.workload.identity/use": "true"},
+    "nodeSelector": {"company/pool": "llm"},
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "tolerations": [{"key": "llm", "operator": "Exists"}],
+    "priorityClassName": "llm",
+}
+_PARTS = ("redis", "store", "router", "edge", "gateway", "scaler", "operator", "register")
+
+
+@pytest.fixture(scope="module")
+def has_helm() -> None:
+    needs_helm()
+
+
+def render_values(folder: Path, values: dict[str, Any], example: str = "laptop") -> list[Manifest]:
+    """Render an example with further values."""
+    path = folder / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return render(example, ("-f", str(path)))
+
+
+def valid(manifests: list[Manifest]) -> list[Manifest]:
+    """Return the objects, which Kubernetes takes."""
+    own = [one for one in manifests if one["kind"] not in FOREIGN]
+    assert not [(one["metadata"]["name"], problem) for one in own for problem in problems_of(one, VERSIONS[-1])]
+    return manifests
+
+
+def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    """Return an object."""
+    (found,) = [one for one in manifests if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod_of(manifests: list[Manifest], name: str) -> Manifest:
+    """Return the specification of a workload's pods."""
+    (found,) = [pod for one, pod in pods_of(manifests) if one["metadata"]["name"] == name]
+    return found
+
+
+def test_the_pods_of_each_part_take_what_its_values_say(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {part: dict(_POD) for part in _PARTS}
+    for part in ("scaler", "operator"):
+        parts[part]["enabled"] = True
+    pool = {"model": "base", "scaled": True, **_POD}
+    account = {"serviceAccount": {"annotations": {"company/all": "x"}}}
+    manifests = valid(render_values(tmp_path, {**parts, **account, "workers": {"cpu": pool}}))
+    for workload, pod in pods_of(manifests):
+        name = workload["metadata"]["name"]
+        template = workload["spec"]["template"]["metadata"]
+        assert template["annotations"]["company/team"] == "llm", name
+        assert template["labels"]["azure.workload.identity/use"] == "true", name
+        for field in ("nodeSelector", "affinity", "tolerations", "priorityClassName"):
+            assert pod[field] == _POD[field], (name, field)
+        (container,) = pod["containers"]
+        assert _POD["env"][0] in container["env"], name
+        assert _POD["envFrom"] == container["envFrom"], name
+        assert _POD["extraVolumes"][0] in pod["volumes"], name
+        assert _POD["extraVolumeMounts"][0] in container["volumeMounts"], name
+        annotations = named(manifests, "ServiceAccount", pod["serviceAccountName"])["metadata"]["annotations"]
+        assert annotations == {"company/all": "x", **_POD["serviceAccount"]["annotations"]}, name
+    assert len({pod["serviceAccountName"] for _, pod in pods_of(manifests)}) == 9, "each part has its own"
+
+
+def test_a_pool_s_identity_is_the_download_s_too(tmp_path: Path) -> None:
+    pool = {"env": [{"name": "AWS_REGION", "value": "eu-west-1"}], "podAnnotations": {"x": "z"}}
+    manifests = valid(render_values(tmp_path, {"workers": {"qwen-cpu": pool}}, "two-bases"))
+    pod = pod_of(manifests, "lx-worker-qwen-cpu")
+    (download,) = pod["initContainers"]
+    assert {"name": "AWS_REGION", "value": "eu-west-1"} in download["env"]
+    assert "LORAPLEX_REDIS_URL" not in str(download["env"])
+
+
+def test_images_have_digests_where_they_are_given() -> None:
+    digest = "sha256:" + "a" * 64
+    pods = {
+        one["metadata"]["name"]: pod["containers"][0]["image"]
+        for one, pod in pods_of(render("laptop", (f"image.digests.router={digest}",)))
+    }
+    assert pods["lx-router"] == f"loraplex-router:0.1.0@{digest}"
+    assert pods["lx-store"] == "loraplex-store:0.1.0"
+
+
+def test_stores_share_a_bucket_and_a_database_and_read_the_files_of_the_values(tmp_path: Path) -> None:
+    sources = '[[source]]\nprefix = "s3://acme-adapters/"\ntenants = ["acme"]\n'
+    store = {
+        "replicas": 2,
+        "bucket": "s3://acme-store/loraplex",
+        "database": {"urlSecret": {"name": "catalog"}},
+        "sources": sources,
+    }
+    manifests = valid(render_values(tmp_path, {"store": store}))
+    assert named(manifests, "StatefulSet", "lx-store")["spec"]["replicas"] == 2
+    assert named(manifests, "PodDisruptionBudget", "lx-store")["spec"]["maxUnavailable"] == 1
+    pod = pod_of(manifests, "lx-store")
+    (container,) = pod["containers"]
+    assert {"--bucket=s3://acme-store/loraplex", "--sources=/etc/loraplex/store/sources.toml"} <= set(
+        container["command"]
+    )
+    (variable,) = container["env"]
+    assert variable["name"] == "LORAPLEX_ADAPTER_STORE_DATABASE"
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "catalog", "key": "url"}}
+    assert {"name": "data", "emptyDir": {"sizeLimit": "2Gi"}} in pod["volumes"], "it may be lost"
+    assert named(manifests, "Secret", "lx-store")["stringData"] == {"sources.toml": sources.strip()}
+    assert not [one for one in manifests if one["metadata"]["name"] == "data-lx-store-0"]
+
+
+def job_names(settings: tuple[str, ...] = ()) -> set[str]:
+    return {one["metadata"]["name"] for one in render("gpu", settings) if one["kind"] == "Job"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "models.qwen.quantize=int8",
+        "credentials.secret.name=other",
+        "podSecurity.runAsUser=20001",
+        "register.podAnnotations.a=b",
+        "image.tag=next",
+        "register.resources.limits.memory=2Gi",
+        "credentials.mode=none",
+    ],
+)
+def test_a_registration_that_changes_in_anything_is_another_job(setting: str) -> None:
+    assert job_names() == job_names()
+    assert not job_names() & job_names((setting,)), "Kubernetes refuses another template under the same name"
+
+
+def test_another_version_of_the_chart_has_other_jobs(tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "chart")
+    path = tmp_path / "chart" / "Chart.yaml"
+    path.write_text(path.read_text().replace("\nversion: 0.1.0", "\nversion: 0.1.1"))
+    (job,) = [one for one in render("laptop", chart=tmp_path / "chart") if one["kind"] == "Job"]
+    (now,) = [one for one in render("laptop") if one["kind"] == "Job"]
+    assert job["metadata"]["name"] != now["metadata"]["name"]
+    assert job["spec"]["ttlSecondsAfterFinished"] == 86400
+
+
+def test_an_upgrade_changes_nothing_that_kubernetes_keeps() -> None:
+    # Fields that Kubernetes lets nobody change; of a claim all stay
+    # but its size.
+    kept = {
+        "StatefulSet": ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates"),
+        "Deployment": ("selector",),
+        "PersistentVolumeClaim": ("accessModes", "storageClassName"),
+    }
+    changes = (
+        *("store.disk=60Gi", "redis.disk=9Gi", "router.replicas=3", "image.tag=next", "store.podAnnotations.a=b"),
+        *("router.extraVolumes[0].name=x", "router.extraVolumes[0].emptyDir.medium=Memory", "store.sources=x"),
+    )
+
+    def fixed(settings: tuple[str, ...]) -> dict[tuple[str, str], list[Any]]:
+        return {
+            (one["kind"], one["metadata"]["name"]): [one["spec"].get(field) for field in kept[one["kind"]]]
+            for one in render("laptop", settings)
+            if one["kind"] in kept
+        }
+
+    assert fixed(()) == fixed(changes)
+    manifests = render("laptop", changes)
+    claims = {one["metadata"]["name"]: one for one in manifests if one["kind"] == "PersistentVolumeClaim"}
+    sizes = {name: one["spec"]["resources"]["requests"]["storage"] for name, one in claims.items()}
+    assert sizes == {"data-lx-store-0": "60Gi", "data-lx-valkey-0": "9Gi"}
+    assert all(one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for one in claims.values())
+
+
+def test_parts_call_each_other_and_what_their_values_name_alone() -> None:
+    anywhere = "networkPolicies.egress=true"
+    manifests = valid(render("laptop", (anywhere, "store.egress[0].to[0].ipBlock.cidr=10.0.0.0/8")))
+    callees = {
+        one["metadata"]["name"]: {
+            rule["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for rule in one["spec"]["egress"]
+            if "podSelector" in rule.get("to", [{}])[0]
+        }
+        for one in manifests
+        if one["kind"] == "NetworkPolicy"
+    }
+    assert callees == {
+        "lx-edge": {"router", "gateway", "store"},
+        "lx-gateway": {"router", "store"},
+        "lx-register": {"store"},
+        "lx-router": {"router", "store", "valkey"},
+        "lx-store": set(),
+        "lx-valkey": set(),
+        "lx-worker-cpu": {"router", "store", "valkey"},
+    }
+    rules = named(manifests, "NetworkPolicy", "lx-store")["spec"]["egress"]
+    assert {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]} in rules
+    assert {"port": 53, "protocol": "UDP"} in rules[0]["ports"]
+
+
+@pytest.mark.parametrize(
+    ("example", "settings", "message"),
+    [
+        ("laptop", ("store.replicas=2",), "/store/bucket"),
+        ("laptop", ("store.replicas=2", "store.bucket=s3://a/b"), "/store/database/urlSecret/name"),
+        ("laptop", ("store.bucket=acme",), "/store/bucket"),
+        ("laptop", ("image.digests.router=sha256:1",), "/image/digests/router"),
+        ("laptop", ("image.digests.nosuch=x",), "additional properties 'nosuch' not allowed"),
+        ("laptop", ("router.env[0].name=A",), "/router/env/0"),
+        (
+            "laptop",
+            ("router.env[0].name=POD_NAME", "router.env[0].value=x"),
+            "router.env: POD_NAME is set by the chart",
+        ),
+        (
+            "laptop",
+            ("router.extraVolumes[0].name=tmp", "router.extraVolumes[0].emptyDir.medium=Memory"),
+            "router.extraVolumes: the chart has a volume tmp; give it another name",
+        ),
+        ("laptop", (r"store.podLabels.app\.kubernetes\.io/name=x",), "store.podLabels: app.kubernetes.io/name is the"),
+        ("gpu", ("networkPolicies.egress=true",), "closes the way to models.qwen; name where that is"),
+        (
+            "two-cells",
+            ("networkPolicies.egress=true",),
+            "router.egress: networkPolicies.egress closes the way to redis",
+        ),
+        ("laptop", ("workers.cpu.affinity=x",), "/workers/cpu/affinity"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(example: str, settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(HelmError) as refused:
+        render(example, settings)
+    assert message in str(refused.value)
