@@ -535,6 +535,41 @@ async def test_told_tokens_are_charged_at_once_and_have_an_event_at_the_end(clus
     assert (account["day_tokens"], account["held_output_tokens"], account["held_streams"]) == (90, 0, 0)
 
 
+async def test_a_charge_whose_answer_was_lost_is_in_the_answer_when_it_is_told_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = await cluster.router("a")
+    ended, running = await cluster.reserve(), await cluster.reserve(2, accounts=("globex",))
+    ended.use(10, 40)
+    ended.open = False
+    running.use(10, 20)
+    with monkeypatch.context() as broken:
+        broken.setattr(router, "_take", lost)
+        with pytest.raises(RedisConnectionError):
+            await router.tell([ended, running])
+    assert not router.unsaved
+    await router.tell([ended, running])
+    assert {name: one.day_tokens for name, one in router.unsaved.items()} == {"acme": 50, "globex": 30}
+    assert await cluster.events() == [("r1:0", 10, 40)]
+
+
+async def test_a_charge_whose_router_died_before_its_answer_is_known_to_the_router_that_ends_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, running = await cluster.router("a"), await cluster.reserve()
+    running.use(10, 40)
+    monkeypatch.setattr(router, "_take", lost)
+    with pytest.raises(RedisConnectionError):
+        await router.tell([running])
+    assert await cluster.renew_for(terms.HELD_MS + 8) == 1
+    assert [one.day_tokens for one in (await cluster.router("b")).unsaved.values()] == [50]
+
+
+def lost(_: bytes) -> None:
+    """Lose the answer of a call that Redis has carried out."""
+    raise RedisConnectionError
+
+
 async def test_a_redis_that_comes_back_older_charges_nothing_again(cluster: Cluster) -> None:
     a, b = await cluster.router("a"), await cluster.router("b")
     first, running = await cluster.reserve(output=300), await cluster.reserve(2, 300, router="b")

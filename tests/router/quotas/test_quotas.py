@@ -272,6 +272,24 @@ async def test_accounts_that_the_store_did_not_take_are_saved_later(new: New, st
     assert not quotas.ledger.unsaved
 
 
+async def test_a_router_that_stops_saves_accounts_once_a_store_that_restarts_is_back(
+    new: New, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas = new(tokens_per_day=1_000)
+    begun(done := await reserved(quotas, 2, 100), 60)
+    await done.settle()
+    store.error = Unavailable("the store does not answer")
+    save = quotas.save
+
+    async def save_and_restart() -> None:
+        await save()
+        store.error = None
+
+    monkeypatch.setattr(quotas, "save", save_and_restart)
+    await quotas.drain(5.0)
+    assert store.kept["acme"].day_tokens == 62
+
+
 async def test_an_end_is_settled_once_redis_is_back(new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     quotas = new(tokens_per_day=1_000)
     begun(budget := await reserved(quotas, 2, 100), 60)

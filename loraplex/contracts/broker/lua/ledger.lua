@@ -24,7 +24,7 @@ local NEVER_MS = 2 ^ 53
 function ledger.ended_row(router) return LEDGER .. 'ended:' .. router end
 
 -- Return the state of a call, of its packed message: the accounts and reservations that it has read, by name, the
--- accounts that it has charged, and the events of its charges.
+-- accounts that its answer has, charged by it or before, and the events of its charges.
 function ledger.new_call(packed)
   local call = {message = cmsgpack.unpack(packed), now = read_clock(), accounts = {}, reservations = {}, charged = {},
     events = {}}
@@ -126,6 +126,11 @@ function ledger.add(call, r, prefix, ...)
   end
 end
 
+-- Answer with a reservation's accounts, which the router saves in the store.
+function ledger.answer_with_accounts(call, r)
+  for name in string.gmatch(r.accounts, '%S+') do call.charged[name] = ledger.account_of(call, name) end
+end
+
 function ledger.held_by(holder) return LEDGER .. 'held:' .. string.match(holder, '^[^:]*') end
 
 -- Hold in its accounts what a reservation may still use; with -1 as `sign` hold that no more.
@@ -191,7 +196,7 @@ function ledger.open_of(call, router, count)
   return found
 end
 
--- Write what a call has changed, and return an answer with the accounts that were charged, and the events. All counts
+-- Write what a call has changed, and return an answer with the accounts of `charged`, and the events. All counts
 -- are written here, one after the other and by commands that do not fail.
 function ledger.reply(call, answer)
   answer.number, answer.accounts, answer.events = call.number, {}, call.events
@@ -345,6 +350,7 @@ function ledger.take_over(call, told)
   end
   call.reservations[r.id] = r
   if is_filling then return end -- charged once the accounts have what was charged before
+  ledger.answer_with_accounts(call, r) -- the answer of the call that charged may have been lost
   if r.holder == told.holder then
     -- The record may be older than what was told.
     r.used_input, r.used_output = math.max(r.used_input, told.told_input), math.max(r.used_output, told.told_output)
@@ -386,6 +392,7 @@ function ledger.end_expired(call, rows)
       if expires <= now then
         for _, r in ipairs(ledger.open_of(call, router, EXPIRED_AT_ONCE - ended)) do
           ledger.settle(call, r)
+          ledger.answer_with_accounts(call, r) -- its router may have died before it knew or saved them
           call.reservations[r.id] = r
           ended = ended + 1
         end

@@ -408,10 +408,12 @@ class Quotas:
     async def drain(self, timeout_s: float) -> None:
         """Settle what has ended, save, and write the usage events; other routers end later what is not settled then."""
         until = time.monotonic() + timeout_s
-        await self.renew()
-        while self._urgent and time.monotonic() < until:
-            await asyncio.sleep(_DRAIN_RETRY_S)
+        while True:
             await self.renew()
-        await self.save()
+            await self.save()
+            is_done = not self._urgent and (self._store is None or not self.ledger.unsaved)
+            if is_done or time.monotonic() > until:
+                break
+            await asyncio.sleep(_DRAIN_RETRY_S)
         if self._usage is not None:
             await self._usage.close(timeout_s)
