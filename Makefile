@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check lint-room test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
+.PHONY: help setup run secured check lint-room test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade release release-check rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 # Files whose change makes `setup` install and generate again.
 INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
 	$(shell find protos -name '*.proto')
-ROOMS := adapter_store bench clients examples loraplex router tests worker
+ROOMS := adapter_store bench clients deploy examples loraplex router tests worker
 
 # Variables of `make run` and `make secured`. Without MODEL, `make run` fetches a real model of 98 MB.
 MODEL ?=
@@ -232,7 +232,7 @@ releases: $(STAMP) ## Roll revisions out to RELEASES requests, and kill a promot
 	RELEASES=$(RELEASES) RELEASE_KILLS=$(RELEASE_KILLS) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 \
 		tests/e2e/test_releases.py tests/adapter_store/test_release_kills.py
 
-# The last version is the last tag; before there is one, the commit in a file. It is installed without its dependencies.
+# The last version is the last tag; in a clone without tags, the commit in a file. It is installed without its dependencies.
 upgrade: $(STAMP) ## Upgrade a running cluster from the last tag, part by part under load
 	@version=$$(git describe --tags --abbrev=0 2>/dev/null || cat tests/e2e/upgrade_from); \
 	if ! git cat-file -e "$$version^{commit}" 2>/dev/null; then \
@@ -313,6 +313,18 @@ lock: $(STAMP) $(TOOLS)/.installed ## Write the locks of the images, with the ha
 		echo ./clients/python | $(LOCK) --extra $$(echo $$extras | sed 's/,/ --extra /') -o $(LOCKS)/$$extras.txt pyproject.toml - \
 			|| exit; \
 	done
+
+# The build system by the hashes of its lock, and pip's report of the files that it took, which provenance.json names.
+RELEASE := .cache/release
+$(RELEASE)/materials.json: $(STAMP) $(LOCKS)/build.txt
+	$(BIN)/python -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/pip install -q --disable-pip-version-check --require-hashes -r $(LOCKS)/build.txt --report $@
+
+release: $(STAMP) $(RELEASE)/materials.json $(TOOLS)/.installed $(KUBERNETES)/.unpacked ## Build the files of the release whose tag is checked out, in dist/TAG
+	$(BIN)/python -m deploy.release
+
+release-check: release ## Build the release twice, and run README's first command in an empty environment from its files
+	$(BIN)/python -m tests.trials.release
 
 clean: ## Remove .venv, the generated stubs and every cache
 	rm -rf .venv gen clients/python/gen .loraplex dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \

@@ -1,7 +1,8 @@
 """The build hook of both distributions: generates the gRPC stubs of some proto packages.
 
 Each pyproject.toml configures `protos` (the folder of the .proto files), `packages` (the packages whose stubs this
-distribution ships) and `out` (the folder of the stubs). No two distributions ship the same module.
+distribution ships) and `out` (the folder of the stubs). No two distributions ship the same module. In the SDK's source
+archive the folder is `protos`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class StubBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # hatchling'
         """Generate the stubs; `version` is `standard` or `editable`, both need them."""
         root = Path(self.root)
         out = root / self.config["out"]
-        generate(root / self.config["protos"], self.config["packages"], out)
+        protos = root / self.config["protos"]
+        generate(protos if protos.is_dir() else root / "protos", self.config["packages"], out)
         if version == "standard":  # An editable install has `out` on its path.
             build_data["force_include"][str(out / "loraplex")] = "loraplex"
 

@@ -1,6 +1,8 @@
 # The recipe of every image of the project. EXTRAS names the extras to install: router with smg, worker, gateway, or store with cli.
 # Only the worker's image has torch, with CUDA on x86-64, as PyPI has it. Packages come by the hashes of locks/ (`make lock`).
-FROM python:3.12-slim AS build
+# BASE has no default: an image of Python 3.12 on Debian, by its digest: python:3.12-slim@sha256:...
+ARG BASE
+FROM ${BASE} AS build
 ARG EXTRAS
 WORKDIR /source
 RUN python -m venv /opt/build && python -m venv /opt/loraplex
@@ -19,7 +21,7 @@ RUN PATH=/opt/build/bin:$PATH /opt/build/bin/pip wheel --no-deps --no-index --no
     ./clients/python . && \
     /opt/loraplex/bin/pip install --no-deps --no-index /wheels/*.whl
 
-FROM python:3.12-slim
+FROM ${BASE}
 ARG EXTRAS
 # On CUDA Triton compiles a C module for the driver at its first launch, with gcc and the headers of the C library.
 RUN [ "$EXTRAS" != worker ] || { \
@@ -30,3 +32,15 @@ COPY --from=build /opt/loraplex /opt/loraplex
 ENV PATH=/opt/loraplex/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /var/lib/loraplex
 USER loraplex
+# What the release passes; last, so that another commit changes no layer before.
+ARG BASE
+ARG VERSION=""
+ARG REVISION=""
+ARG CREATED=""
+LABEL org.opencontainers.image.title="loraplex ${EXTRAS}" \
+    org.opencontainers.image.description="One base language model, thousands of tenants' LoRA adapters, one cluster" \
+    org.opencontainers.image.licenses=Apache-2.0 \
+    org.opencontainers.image.base.name="${BASE}" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.created="${CREATED}"

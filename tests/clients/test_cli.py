@@ -106,6 +106,12 @@ def test_the_version_is_the_package_s(run: Run) -> None:
     assert loraplex_client.__version__ == version("loraplex-client")
 
 
+def test_the_version_of_a_release_has_its_commit(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "commit").write_text("0123456789abcdef0123456789abcdef01234567\n")
+    monkeypatch.setattr("loraplex.cli.__main__.files", lambda package: tmp_path)
+    assert run("--version").stdout == f"loraplex {version('loraplex')} (0123456789ab)\n"
+
+
 def test_a_failure_leaves_nothing_else_on_stderr() -> None:
     assert_refused(_run_process("generate", "hi", "--router", NOBODY), "no router answers")
 

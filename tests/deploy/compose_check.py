@@ -27,7 +27,7 @@ _NAME = re.compile(r"[\w.-]+")
 _BUILD = "build"
 _OWN = frozenset({"loraplex", "loraplex-client"})
 _INSTRUCTIONS = frozenset(
-    {"FROM", "RUN", "CMD", "EXPOSE", "ENV", "ADD", "COPY", "ENTRYPOINT", "USER", "WORKDIR", "ARG"}
+    {"FROM", "RUN", "CMD", "EXPOSE", "ENV", "ADD", "COPY", "ENTRYPOINT", "USER", "WORKDIR", "ARG", "LABEL"}
 )
 
 
@@ -115,7 +115,7 @@ def dockerfile_problems(path: Path, root: Path, arguments: Mapping[str, str]) ->
             yield f"{where}: unknown instruction {at.name}"
         elif at.name == "FROM":
             user = "root"
-            yield from (f"{where}: {problem}" for problem in _from_problems(at, stages))
+            yield from (f"{where}: {problem}" for problem in _from_problems(at, stages, arguments))
         elif at.name == "ARG":
             known_arguments.add(at.arguments[0].partition("=")[0])
         elif at.name == "USER":
@@ -130,10 +130,11 @@ def dockerfile_problems(path: Path, root: Path, arguments: Mapping[str, str]) ->
     yield from _install_problems(str(shown), instructions, root, arguments)
 
 
-def _from_problems(instruction: Instruction, stages: list[str]) -> Iterator[str]:
+def _from_problems(instruction: Instruction, stages: list[str], arguments: Mapping[str, str]) -> Iterator[str]:
     words = instruction.arguments
-    if words[0] not in stages and not is_pinned(words[0]):
-        yield f"image {words[0]} has no version"
+    image = _expand(words[0], arguments)
+    if image not in stages and not is_pinned(image):
+        yield f"image {image} has no version"
     stages.append(words[2] if len(words) == 3 and words[1].upper() == "AS" else str(len(stages)))
 
 

@@ -58,6 +58,14 @@ def test_a_drained_worker_stays_down_and_each_gets_a_gpu_where_asked() -> None:
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
 
 
+def test_a_build_gets_what_the_dockerfile_copies_and_nothing_else() -> None:
+    copies = [at for at in read_instructions((ROOT / DOCKERFILE).read_text()) if at.name == "COPY"]
+    copied = {source for at in copies if "from" not in at.flags for source in at.arguments[:-1]}
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[1] == "*"
+    assert {line[1:] for line in lines if line.startswith("!")} == copied
+
+
 def test_only_the_proxy_is_reached_by_clients() -> None:
     services = yaml.safe_load((ROOT / COMPOSE).read_text())["services"]
     published = {name for name, body in services.items() if "ports" in body and "profiles" not in body}
@@ -127,7 +135,7 @@ def test_the_worker_s_image_has_the_compiler_that_triton_starts_at_its_first_lau
         (DOCKERFILE, "--from=build", "--from=builder", "no stage builder"),
         (DOCKERFILE, "USER loraplex\n", "", "the last stage runs as root"),
         (DOCKERFILE, "WORKDIR /source", "WORKDR /source", "unknown instruction WORKDR"),
-        (DOCKERFILE, "python:3.12-slim AS", "python AS", "image python has no version"),
+        (COMPOSE, "BASE:-python:3.12-slim", "BASE:-python", "image python has no version"),
     ],
 )
 def test_names_the_mistake(tree: Path, name: str, old: str, new: str, problem: str) -> None:

@@ -25,9 +25,6 @@ from loraplex.contracts.broker.functions import LIBRARY, load
 from loraplex_client import AsyncClient
 from tests.e2e.test_rolling_restart import CLIENTS, MODEL, Load
 
-# Modules that were the processes of the former version.
-FORMER_MODULES = {"router": "router", "worker": "worker", "store": "adapter_store", "gateway": "clients.gateway"}
-
 
 class UpgradedCluster(LocalCluster):
     """A cluster whose processes are of the version that is installed in `former`, until that is None."""
@@ -40,9 +37,7 @@ class UpgradedCluster(LocalCluster):
         if environ is None or self.former is None:  # Valkey, or of the new version
             await super()._spawn(name, argv, environ)
             return
-        python, _, _, room, *flags = argv
-        former = [python, "-m", FORMER_MODULES[room], *flags]
-        await super()._spawn(name, former, {**environ, "PYTHONPATH": str(self.former)})
+        await super()._spawn(name, argv, {**environ, "PYTHONPATH": str(self.former)})
         self._commands[name] = (argv, environ)  # of its successor
 
     async def renew(self, name: str) -> None:
@@ -59,7 +54,8 @@ def former() -> Path:
     if not (folder := os.environ.get("UPGRADE_FROM")):
         pytest.skip("takes a minute, and the last version: `make upgrade` runs it")
     environ = {**os.environ, "PYTHONPATH": folder, "PYTHONSAFEPATH": "1"}
-    script = "import router, loraplex.relay.v1.relay_pb2 as relay; print(router.__file__, relay.__file__)"
+    modules = "loraplex.router, loraplex.relay.v1.relay_pb2"
+    script = f"import {modules}; print(*(module.__file__ for module in ({modules})))"
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, check=True, text=True)
     assert [path for path in run.stdout.split() if not path.startswith(folder)] == []
     return Path(folder)

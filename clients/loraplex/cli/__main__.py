@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Annotated, Any
 
 import typer
@@ -48,7 +49,9 @@ app = typer.Typer(
 
 def _show_version(is_set: bool) -> None:
     if is_set:
-        typer.echo(f"loraplex {version('loraplex')}")
+        # `git archive` has written the commit, if the package comes from a release; a checkout's file begins with "$".
+        commit = files("loraplex").joinpath("commit").read_text(encoding="ascii").strip()
+        typer.echo(f"loraplex {version('loraplex')}" + (f" ({commit[:12]})" if commit.isalnum() else ""))
         raise typer.Exit
 
 
