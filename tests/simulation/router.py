@@ -33,7 +33,7 @@ from loraplex.router.dispatch.relay import RelayService
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.admission import Admission, GrammarProofs
 from loraplex.router.generation.generation import STALLED_LOOK_S, Generation
-from loraplex.router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
+from loraplex.router.generation.resume import ResumeKeys, ResumeEpochs, ResumeTokens
 from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls
 from loraplex.router.purge import RouterData
 from loraplex.router.quotas.quotas import Quotas
@@ -247,7 +247,7 @@ class SimulatedRouter:
         self.keys.put(tuple(self._store.keys.values()))
         key_copy = KeyCopy(self._store, self.keys)
         self.keys.look_done()
-        tokens = ResumeTokens(GivenKeys("the key that all routers share"), ResumeEpochs(self._store, self.keys))
+        tokens = ResumeTokens(ResumeKeys("the key that all routers share"), ResumeEpochs(self._store, self.keys))
         encoder, proofs = PromptTokenizer(), GrammarProofs()
         configs = AdapterConfigs(self._store)
         admission = Admission(self.models, self._store, configs, self.name, self.reach, encoder, proofs)

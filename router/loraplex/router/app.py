@@ -44,7 +44,7 @@ from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.admission import Admission, GrammarProofs
 from loraplex.router.generation.generation import STALLED_LOOK_S, Generation
 from loraplex.router.generation.resume import LOOK_S as KEYS_S
-from loraplex.router.generation.resume import DerivedKeys, GivenKeys, ResumeEpochs, ResumeTokens, SharedKeys
+from loraplex.router.generation.resume import ResumeEpochs, ResumeKeys, ResumeTokens
 from loraplex.router.generation.rollouts import REPORT_S
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.purge import CellPurge, RouterData, TenantDataService
@@ -202,13 +202,13 @@ def seals_of(tls: TlsFiles | None, job_key: str) -> Seals | None:
     return Seals(JobKeys(Path(job_key)), Verifier(tls, Role.ROUTER), Signer(tls, Role.ROUTER))
 
 
-def resume_keys_of(settings: Settings, redis: Redis, seals: Seals | None) -> GivenKeys:
+def resume_keys_of(settings: Settings, redis: Redis, seals: Seals | None) -> ResumeKeys:
     """Return the keys of resume tokens: the given ones, derived ones, or without credentials those in Redis."""
     if settings.resume_key:
-        return GivenKeys(settings.resume_key, settings.former_keys)
+        return ResumeKeys(settings.resume_key, settings.former_keys)
     if seals is not None:
-        return DerivedKeys(lambda: seals.keys.derived(b"resume tokens"), settings.former_keys)
-    return SharedKeys(redis, settings.former_keys)
+        return ResumeKeys(accepted=settings.former_keys, derived=lambda: seals.keys.derived(b"resume tokens"))
+    return ResumeKeys(accepted=settings.former_keys, redis=redis)
 
 
 async def renew_pins(models: Models) -> None:

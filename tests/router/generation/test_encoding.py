@@ -26,7 +26,7 @@ from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import Frame, RelayReach
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation
-from loraplex.router.generation.resume import GivenKeys, ResumeTokens
+from loraplex.router.generation.resume import ResumeKeys, ResumeTokens
 from loraplex.router.generation.unary_calls import TEXTS_AT_ONCE, UnaryCalls, Vector
 from loraplex.router.quotas.plans import Plans
 from loraplex.router.quotas.quotas import Quotas
@@ -82,7 +82,7 @@ class Calls:
     def __init__(self, cluster: Any, dispatcher: Dispatcher, queue: JobQueue, quotas: Quotas) -> None:
         self.dispatcher = dispatcher
         encoder, configs = PromptTokenizer(1), AdapterConfigs(cluster)
-        self.generation = Generation(cluster, dispatcher, ResumeTokens(GivenKeys()), quotas, encoder)
+        self.generation = Generation(cluster, dispatcher, ResumeTokens(ResumeKeys()), quotas, encoder)
         admission = Admission(cluster, cluster, configs, "here", RelayReach(), encoder)
         self.unary_calls = UnaryCalls(self.generation, admission)
         self.link = RecordingLink("w")

@@ -23,7 +23,7 @@ from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import Frame
 from loraplex.router.dispatch.routed_job import READ_TOKENS, JobState, RoutedJob
 from loraplex.router.generation.generation import Generation
-from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, Resumption
+from loraplex.router.generation.resume import Began, ResumeKeys, ResumePayload, ResumeTokens, Resumption
 from loraplex.router.generation.rollouts import Side
 from loraplex.router.generation.run import Run
 from loraplex.router.quotas.quotas import CallBudget, Quotas
@@ -37,7 +37,7 @@ from tests.router.recording_link import RecordingLink, claim, job
 REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")
 BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
 PAYLOAD = ResumePayload("j", "one", "tiny", "sha256:0", None, seed=1, max_tokens=100, began=BEGAN)
-TOKENS = ResumeTokens(GivenKeys())
+TOKENS = ResumeTokens(ResumeKeys())
 
 
 class Admission:

@@ -18,7 +18,7 @@ from loraplex.router.dispatch.links import Frame
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation import resume
 from loraplex.router.generation.answer import Answer
-from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
+from loraplex.router.generation.resume import Began, ResumeKeys, ResumePayload, ResumeTokens
 from loraplex.router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping
 from loraplex.router.text.file_tokenizer import FileTokenizer
 from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer
@@ -43,7 +43,7 @@ PAYLOAD = ResumePayload(
 
 
 def tokens_of(key: str = "", *accepted: str) -> ResumeTokens:
-    return ResumeTokens(GivenKeys(key, accepted))
+    return ResumeTokens(ResumeKeys(key, accepted))
 
 
 def same(found: ResumePayload, payload: ResumePayload) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.contracts.broker.messages import AdapterRef
 from loraplex.router.catalog.store_client import ResolvedAdapter
-from loraplex.router.generation.resume import TOKEN_S, GivenKeys, ResumeEpochs, ResumeTokens, key_name
+from loraplex.router.generation.resume import TOKEN_S, ResumeEpochs, ResumeKeys, ResumeTokens, key_name
 from loraplex.runtime.rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
 from loraplex.runtime.tenancy.api_keys import HashedKey, KeyDirectory
@@ -51,7 +51,7 @@ class Router:
         self.store, self.keys, self.now = Store(), KeyDirectory(), 1e9
         self.keys.put([HASHED])
         store: Any = self.store
-        self.tokens = ResumeTokens(GivenKeys(KEY), ResumeEpochs(store, self.keys, check_s=0.01), lambda: self.now)
+        self.tokens = ResumeTokens(ResumeKeys(KEY), ResumeEpochs(store, self.keys, check_s=0.01), lambda: self.now)
 
     async def refusal(self, token: str) -> str:
         """Return the reason for which a token is refused; empty for none."""
@@ -140,7 +140,7 @@ async def test_a_resumed_stream_has_the_epochs_of_the_first(router: Router) -> N
     assert (await router.tokens.verify(token, "acme")).epochs == (1_000,)
 
 
-class Looks(GivenKeys):
+class Looks(ResumeKeys):
     """Counts looks at Redis."""
 
     looks = 0
@@ -162,5 +162,5 @@ async def test_a_token_says_which_key_signed_it_and_a_forged_one_costs_no_look()
         await tokens.verify(token, "globex")
     assert keys.looks == 0
     with pytest.raises(InvalidField):
-        await tokens.verify(ResumeTokens(GivenKeys()).sign(PAYLOAD, "acme"), "acme")
+        await tokens.verify(ResumeTokens(ResumeKeys()).sign(PAYLOAD, "acme"), "acme")
     assert keys.looks == 1

@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 
 from loraplex.contracts.broker.keys import RESUME_KEYS
 from loraplex.contracts.broker.terms import RESUME_KEYS_LIMIT
-from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, SharedKeys
+from loraplex.router.generation.resume import Began, ResumeKeys, ResumePayload, ResumeTokens
 from loraplex.runtime.rpc.errors import InvalidField, Mismatch, Unavailable
 from tests.router.generation.test_resume import same
 
@@ -24,7 +24,7 @@ class Router:
     """A router, as far as its tokens are concerned."""
 
     def __init__(self, redis: Redis, *accepted: str, settle_s: float = 0.0) -> None:
-        self.keys = SharedKeys(redis, accepted, settle_s=settle_s)
+        self.keys = ResumeKeys(accepted=accepted, redis=redis, settle_s=settle_s)
         self.tokens = ResumeTokens(self.keys)
 
     def sign(self) -> str:
@@ -65,7 +65,7 @@ async def test_withdrawn_keys_end_with_the_router_that_knew_them(redis: Redis) -
     assert not await again.accepts(old)
     assert await first.accepts(old)
     with pytest.raises(Mismatch, match="not in Redis"):
-        await GivenKeys("a key of 16 characters").withdraw()
+        await ResumeKeys("a key of 16 characters").withdraw()
 
 
 async def test_a_rotated_key_signs_at_once_and_the_older_ones_stay(redis: Redis) -> None:
@@ -143,6 +143,6 @@ async def test_a_redis_that_is_away_or_full(redis: Redis) -> None:
 async def test_forged_tokens_cost_redis_one_look(redis: Redis) -> None:
     router = await started(redis)
     await redis.config_resetstat()
-    tokens = [ResumeTokens(GivenKeys()).sign(PAYLOAD, "acme") for _ in range(100)]
+    tokens = [ResumeTokens(ResumeKeys()).sign(PAYLOAD, "acme") for _ in range(100)]
     assert not any(await asyncio.gather(*map(router.accepts, tokens)))
     assert (await redis.info("commandstats"))["cmdstat_fcall"]["calls"] == 1

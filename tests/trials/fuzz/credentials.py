@@ -28,7 +28,7 @@ from loraplex.contracts.broker.messages import (
 )
 from loraplex.contracts.broker.seals import Seals
 from loraplex.contracts.broker.terms import Placement
-from loraplex.router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
+from loraplex.router.generation.resume import Began, ResumeKeys, ResumePayload, ResumeTokens
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.tenancy.json_web_tokens import JwtReader, SigningKeys
@@ -54,7 +54,7 @@ _signer = Signer(tls_files(_directory, "loraplex://router/r"), Role.ROUTER)
 _verifier = Verifier(tls_files(_directory, "loraplex://worker/w"), Role.ROUTER)
 _job_keys = job_keys(_directory)
 _job = _router.entry(_KEYS.prefix, decode_job(JOBS[1]), Placement())
-_resume_tokens = ResumeTokens(GivenKeys("a key of the tests"))
+_resume_tokens = ResumeTokens(ResumeKeys("a key of the tests"))
 _issuer_key = ed25519.Ed25519PrivateKey.generate()
 _claims = {"iss": _ISSUER, "aud": _AUDIENCE, "exp": time.time() + 86_400, "sub": "ann", "tenant": _TENANT}
 

@@ -23,7 +23,7 @@ from loraplex.router.catalog.store_client import ResolvedAdapter, StoreClient
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.outbox import redis_full
 from loraplex.router.dispatch.routed_job import RoutedJob
-from loraplex.router.generation.resume import GivenKeys
+from loraplex.router.generation.resume import ResumeKeys
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.purge import CellPurge, purged_tenant
 from loraplex.runtime.rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, Unavailable
@@ -267,7 +267,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         metrics: RouterMetrics,
         commands: AdapterCommands,
         purge: CellPurge,
-        resume_keys: GivenKeys,
+        resume_keys: ResumeKeys,
         cells: CellCommands,
     ) -> None:
         self._models = models

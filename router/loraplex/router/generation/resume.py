@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -55,106 +55,76 @@ def key_name(key: str) -> str:
     return hmac.digest(key.encode(), b"name of a resume key", "sha256").hex()[:16]
 
 
-class GivenKeys:
-    """The keys of resume tokens: the first signs, all are accepted.
+class ResumeKeys:
+    """The keys of resume tokens: the first signs, all are accepted, and the `accepted` ones beside them.
 
     given    --resume-key signs; it and --accepted-resume-keys are accepted, whatever Redis has; without any, a random
              one of this process's own
-    shared   kept in Redis, made by the first router. Each router looks every LOOK_S, and puts its keys back where Redis
-             has lost them. A key that an operator puts in front signs from the next look on; the older ones stay
     derived  with credentials, and no key given: from the job keys, since who reads Redis must not forge tokens
+    shared   kept in `redis`, made by the first router. Each router looks every LOOK_S, and puts its keys back where
+             Redis has lost them. A key that an operator puts in front signs from the next look on; the older ones stay.
+             Call `look` once before the first token is signed
 
     A token of an unknown key makes a router look at once, because another router may sign with a newer key already.
     """
 
-    def __init__(self, key: str = "", accepted: Sequence[str] = ()) -> None:
-        self._configured = [key or secrets.token_hex(32), *accepted]
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Return the keys whose tokens are accepted; the first one signs."""
-        return self._configured
-
-    @property
-    def settled(self) -> bool:
-        """Return whether a token of another key is forged for certain."""
-        return True
-
-    async def look(self) -> None:
-        """Do nothing: there are no other keys."""
-
-    async def rotate(self) -> int:
-        """Sign with a new key; return how many are valid. Raises Mismatch where routers do not share them."""
-        message = "the keys are not in Redis: they are derived from the job keys, or --resume-key gives one"
-        raise Mismatch("resume keys", message, reason="RESUME_KEY_GIVEN")
-
-    async def withdraw(self) -> int:
-        """Remove the former shared keys; return how many. Raises Mismatch where routers do not share them."""
-        return await self.rotate()
-
-
-class DerivedKeys(GivenKeys):
-    """Keys that routers derive from what they share with workers, and not with Redis."""
-
-    def __init__(self, derived: Callable[[], Sequence[str]], accepted: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._derived, self._accepted = derived, accepted
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """Return the derived keys and the given ones; the first one signs."""
-        return [*self._derived(), *self._accepted]
-
-
-class SharedKeys(GivenKeys):
-    """Keys that all routers of a Redis share. Call `look` once before the first token is signed."""
-
     def __init__(
         self,
-        redis: Redis,
+        key: str = "",
         accepted: Sequence[str] = (),
         *,
+        derived: Callable[[], Sequence[str]] | None = None,
+        redis: Redis | None = None,
         settle_s: float = SETTLE_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("", accepted)
-        self._redis = redis
-        self._settle_s = settle_s
-        self._clock = clock
+        self._own = key or secrets.token_hex(32)
+        self._accepted, self._derived, self._redis, self._settle_s = accepted, derived, redis, settle_s
         # All shared keys that tokens were accepted of, newest first.
         self._used: list[str] = []
-        self._looked_at = self._settled_at = clock()
+        self._looked_at = self._settled_at = time.monotonic()
         self._looks = SharedCalls[None]()
         # True after a failed look.
         self._away = False
 
     @property
     def keys(self) -> Sequence[str]:
-        """Return the shared keys, then the accepted ones."""
-        return [*self._used, *self._configured[1:]]
+        """Return the keys whose tokens are accepted; the first one signs."""
+        if self._derived is not None:
+            return [*self._derived(), *self._accepted]
+        return [*(self._used if self._redis is not None else [self._own]), *self._accepted]
 
     @property
     def settled(self) -> bool:
-        """Return whether all routers have had the time to store their keys."""
-        return self._clock() >= self._settled_at
+        """Return whether all routers have had the time to store their keys, and a token of another key is forged."""
+        return time.monotonic() >= self._settled_at
 
     async def look(self) -> None:
-        """Take over the keys in Redis; calls at the same time share a look."""
-        await self._looks.run(None, self._look)
+        """Take over the keys in Redis, if they are shared; calls at the same time share a look."""
+        if self._redis is not None:
+            await self._looks.run(None, partial(self._look, self._redis))
 
     async def rotate(self) -> int:
-        """Put a new key in front of the shared ones."""
-        return await rotate_resume_keys(self._redis, secrets.token_hex(32))
+        """Put a new key in front of the shared ones; return how many are valid. Raises Mismatch without shared ones."""
+        return await rotate_resume_keys(self._shared(), secrets.token_hex(32))
 
     async def withdraw(self) -> int:
-        """Remove the former shared keys; routers that run accept them until they are started again."""
-        return await withdraw_resume_keys(self._redis)
+        """Remove the former shared keys; return how many. Raises Mismatch where routers do not share them.
 
-    async def _look(self) -> None:
-        await asyncio.sleep(self._looked_at + UNKNOWN_LOOK_S - self._clock() if self._used else 0.0)
-        self._looked_at = self._clock()
+        Routers that run accept them until they are started again.
+        """
+        return await withdraw_resume_keys(self._shared())
+
+    def _shared(self) -> Redis:
+        if self._redis is None:
+            message = "the keys are not in Redis: they are derived from the job keys, or --resume-key gives one"
+            raise Mismatch("resume keys", message, reason="RESUME_KEY_GIVEN")
+        return self._redis
+
+    async def _look(self, redis: Redis) -> None:
+        await asyncio.sleep(self._looked_at + UNKNOWN_LOOK_S - time.monotonic() if self._used else 0.0)
+        self._looked_at = time.monotonic()
         try:
-            merged = await merge_resume_keys(self._redis, self._configured[0], self._used)
+            merged = await merge_resume_keys(redis, self._own, self._used)
             stored = [key for key in merged if len(key) >= KEY_CHARACTERS]
             self._away = False
         except REDIS_DOWN as error:
@@ -162,9 +132,9 @@ class SharedKeys(GivenKeys):
                 log.warning("the resume keys cannot be read: %s", type(error).__name__)
             stored, self._away = [], True
         if not stored or stored[0] not in self._used:  # new, or new since Redis lost the others
-            self._settled_at = self._clock() + self._settle_s
+            self._settled_at = time.monotonic() + self._settle_s
         # Without Redis the router's own key signs; it is stored behind the others later.
-        keys = stored or self._used or [self._configured[0]]
+        keys = stored or self._used or [self._own]
         self._used = [*keys, *(key for key in self._used if key not in keys)][:_KEYS_LIMIT]
 
 
@@ -310,7 +280,7 @@ class ResumeTokens:
     """Signs payloads into tokens and verifies them."""
 
     def __init__(
-        self, keys: GivenKeys, epochs: ResumeEpochs | None = None, now: Callable[[], float] = time.time
+        self, keys: ResumeKeys, epochs: ResumeEpochs | None = None, now: Callable[[], float] = time.time
     ) -> None:
         self._keys = keys
         self._epochs = epochs
