@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -93,11 +94,10 @@ class DeadLetters:
         self._redis = redis
         self._key = keys.dead
         self._limits = (limit, bytes_limit)
-        self._push = LIBRARY.function(redis, "dead_push")
 
     async def push(self, dead: DeadJob) -> None:
         """Keep a dead letter; a repeated call keeps it once."""
-        await self._push(self._key, [encode_record(dead), *self._limits])
+        await LIBRARY.function(self._redis, "dead_push")(self._key, [encode_record(dead), *self._limits])
 
     async def list(self) -> list[DeadJob]:
         """Return all dead letters, the newest first."""
@@ -148,20 +148,15 @@ class JobQueue:
         self._claims = Claims(redis, keys, worker_id, library, memory or ClaimMemory(), seals)
         self._turns = FairTurns(1)
         self._looks = 0
+        self._library = library
         self._enqueue = BatchedFunction(redis, library.function(redis, "enqueue"), keys.waiting)
-        self._enqueue_when_full = library.function(redis, "enqueue_when_full")
         self._admit = BatchedFunction(redis, library.function(redis, "admit"), keys.waiting)
-        self._charge = library.function(redis, "charge")
         self._finish = BatchedFunction(redis, library.function(redis, "finish"), keys.waiting)
         self._renew = BatchedFunction(redis, library.function(redis, "renew_job"))
-        self._look_up = library.function(redis, "look_up")
-        self._load = library.function(redis, "queue_load")
-        self._stop_claiming = library.function(redis, "stop_claiming")
-        self._stop_waiting = library.function(redis, "stop_waiting")
-        self._record_death = library.function(redis, "record_death")
-        self._forget_tenant = library.function(redis, "forget_tenant")
-        self._quarantined = library.function(redis, "quarantined")
-        self._lift_quarantine = library.function(redis, "lift_quarantine")
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        """Return the answer of a function of broker/lua, whose first argument is the prefix of the cell's keys."""
+        return await self._library.function(self._redis, name)(self.keys.waiting, [self.keys.prefix, *arguments])
 
     def admits(self, job: Job, asked: Asked) -> bool:
         """Tell whether `admit` takes a job: a short new one, where the ledger is on the queue's server, no cluster."""
@@ -198,7 +193,7 @@ class JobQueue:
             if not entry.begun:
                 raise RedisFullError("Redis is out of memory") from error
             arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
-            answer = await self._enqueue_when_full(self.keys.waiting, arguments)
+            answer = await self._call("enqueue_when_full", *arguments[1:])
         _check_queued(answer, limits)
 
     def _arguments(self, job: Job, entry: Entry, limits: QueueLimits) -> list[Any]:
@@ -243,17 +238,16 @@ class JobQueue:
 
     async def stop_waiting(self) -> None:
         """End the wait of this worker's claim, which then is made at once."""
-        await self._stop_waiting(self.keys.waiting, [self.keys.prefix, self._worker_id])
+        await self._call("stop_waiting", self._worker_id)
 
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
         for at in range(0, len(reports), CHARGES_AT_ONCE):
-            arguments = [self.keys.prefix, packed_reports(reports[at : at + CHARGES_AT_ONCE])]
-            await self._charge(self.keys.waiting, arguments)
+            await self._call("charge", packed_reports(reports[at : at + CHARGES_AT_ONCE]))
 
     async def stop_claiming(self) -> None:
         """Claim no more for now: jobs are not held for this worker, and its wake-ups go to another."""
-        await self._stop_claiming(self.keys.waiting, [self.keys.prefix, self._worker_id])
+        await self._call("stop_claiming", self._worker_id)
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt. Idempotent."""
@@ -267,9 +261,8 @@ class JobQueue:
         self._looks += 1
         states: list[QueueState] = []
         for at in range(0, len(jobs), LOOKS_AT_ONCE):
-            asked = [part for job in jobs[at : at + LOOKS_AT_ONCE] for part in job]
-            arguments = [self.keys.prefix, self._looks, *asked]
-            states += map(QueueState, await self._look_up(self.keys.waiting, arguments))
+            asked = chain.from_iterable(jobs[at : at + LOOKS_AT_ONCE])
+            states += map(QueueState, await self._call("look_up", self._looks, *asked))
         return states
 
     async def renew(self, job: Job, placement: Placement) -> None:
@@ -280,21 +273,21 @@ class JobQueue:
 
     async def record_death(self, tenant: str, adapter: str, job_id: str, age_ms: int = 0) -> int:
         """Record a job that engines died of; returns for how many ms its tenant and adapter are refused. Idempotent."""
-        return int(await self._record_death(self.keys.waiting, [self.keys.prefix, tenant, adapter, job_id, age_ms]))
+        return int(await self._call("record_death", tenant, adapter, job_id, age_ms))
 
     async def quarantined(self) -> dict[tuple[str, str], int]:
         """Return for how many ms new jobs are refused, by tenant and its adapter's digest.
 
         A tenant alone, whose digest is "*", has all of its jobs refused; an empty digest is the base model.
         """
-        found = await self._quarantined(self.keys.waiting, [self.keys.prefix])
+        found = await self._call("quarantined")
         subjects = [subject.decode().partition(" ") for subject in found[::2]]
         whose = [(tenant, digest if space else "*") for tenant, space, digest in subjects]
         return dict(zip(whose, map(int, found[1::2]), strict=True))
 
     async def lift_quarantine(self, tenant: str) -> int:
         """Take a tenant's jobs again and forget the engines that died of them; returns how many records there were."""
-        return int(await self._lift_quarantine(self.keys.waiting, [self.keys.prefix, tenant]))
+        return int(await self._call("lift_quarantine", tenant))
 
     async def forget_tenant(self, tenant: str) -> RemovedRecords:
         """Remove what the cell has of a tenant; returns what there was.
@@ -307,14 +300,14 @@ class JobQueue:
         letters = [data for data, dead in await self.dead.records() if dead.tenant == tenant]
         jobs = others = at = 0
         while at >= 0 or letters:
-            arguments = [self.keys.prefix, tenant, max(at, 0), LOOKS_AT_ONCE, *letters[:LOOKS_AT_ONCE]]
-            gone, records, at = await self._forget_tenant(self.keys.waiting, arguments)
+            some = letters[:LOOKS_AT_ONCE]
+            gone, records, at = await self._call("forget_tenant", tenant, max(at, 0), LOOKS_AT_ONCE, *some)
             jobs, others, letters = jobs + gone, others + records, letters[LOOKS_AT_ONCE:]
         return RemovedRecords(jobs, pins, others)
 
     async def load(self) -> QueueLoad:
         """Return what waits, for how long, and the work that has arrived."""
-        waiting, work, oldest_ms, *sums = await self._load(self.keys.waiting, [self.keys.prefix])
+        waiting, work, oldest_ms, *sums = await self._call("queue_load")
         return QueueLoad(int(waiting), float(work), int(oldest_ms) / 1e3, *map(float, sums))
 
     async def count_waiting(self) -> int:
