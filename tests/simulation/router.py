@@ -33,7 +33,7 @@ from loraplex.router.dispatch.relay import RelayService
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.admission import Admission, GrammarProofs
 from loraplex.router.generation.generation import STALLED_LOOK_S, Generation
-from loraplex.router.generation.resume import ResumeKeys, ResumeEpochs, ResumeTokens
+from loraplex.router.generation.resume import ResumeEpochs, ResumeKeys, ResumeTokens
 from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls
 from loraplex.router.purge import RouterData
 from loraplex.router.quotas.quotas import Quotas

@@ -183,8 +183,6 @@ class DrainedCells:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._drain = LIBRARY.function(redis, "drain_cell")
-        self._open = LIBRARY.function(redis, "open_cell")
 
     async def read(self) -> frozenset[str]:
         """Return the names."""
@@ -193,9 +191,8 @@ class DrainedCells:
 
     async def drain(self, name: str, others: Sequence[str]) -> bool:
         """Drain a cell; False where all `others` are drained, which leaves it open."""
-        names = [name, *others]
-        return bool(await self._drain(DRAINED_CELLS, names))
+        return bool(await LIBRARY.function(self._redis, "drain_cell")(DRAINED_CELLS, [name, *others]))
 
     async def open(self, name: str) -> None:
         """Open a drained cell again."""
-        await self._open(DRAINED_CELLS, [name])
+        await LIBRARY.function(self._redis, "open_cell")(DRAINED_CELLS, [name])

@@ -85,7 +85,6 @@ class CommandQueue:
         self._redis = redis
         self._keys = keys
         self._seals = seals
-        self._send = LIBRARY.function(redis, "send_command")
 
     async def send(self, incarnation: str, command: Command) -> None:
         """Send a command; a live worker receives it at once. Of more than COMMANDS_LIMIT the oldest are dropped."""
@@ -96,8 +95,7 @@ class CommandQueue:
             if command.request is not None:
                 command = replace(command, request=self._seals.granted_request(command.request))
             entry = SEALED + encode_record(self._seals.seal(SealKind.COMMAND, key, encode_command(command)))
-        arguments: list[bytes | int] = [entry, COMMANDS_LIMIT, COMMAND_TTL_MS]
-        await self._send(key, arguments)
+        await LIBRARY.function(self._redis, "send_command")(key, [entry, COMMANDS_LIMIT, COMMAND_TTL_MS])
 
     async def next(self, incarnation: str, timeout_s: float) -> Command | None:
         """Return the next command; None if none came in that time, or one that another version or nobody has sent."""
@@ -146,7 +144,6 @@ class PinnedAdapters:
         self._seals = seals
         # Certificate and job key with which this process has renewed all pins; None: not yet.
         self._made_with: tuple[int, str] | None = None
-        self._renew = LIBRARY.function(redis, "renew_pin")
 
     async def pin(self, request: AdapterRequest) -> None:
         """Pin an adapter for a tenant."""
@@ -176,10 +173,10 @@ class PinnedAdapters:
             return
         from loraplex.runtime.tenancy.signatures import GRANT_S, left_s
 
-        made_with = self._seals.made_with()
+        renew, made_with = LIBRARY.function(self._redis, "renew_pin"), self._seals.made_with()
         for field, request in await self._records():
             if made_with != self._made_with or left_s(request.adapter.grant, now()) < GRANT_S / 2:
-                await self._renew(self._key, [field, self._encode(field, request)])
+                await renew(self._key, [field, self._encode(field, request)])
         self._made_with = made_with
 
     async def list(self) -> list[AdapterRequest]:

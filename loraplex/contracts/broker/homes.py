@@ -18,6 +18,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from heapq import nlargest
 from itertools import chain
+from operator import attrgetter
 
 from loraplex.contracts.broker.terms import ADAPTER_DIGITS
 
@@ -57,6 +58,9 @@ class Preference:
     to_warm: tuple[str, ...] = ()
 
 
+_id_of, _used_of = attrgetter("worker_id"), attrgetter("used")
+
+
 @lru_cache(maxsize=16)
 def _hashes(worker_ids: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(map(hash_of, worker_ids))
@@ -93,7 +97,7 @@ class Roster:
         self._workers = sorted(workers, key=_id_of)
         self._ids = tuple(map(_id_of, self._workers))
         self._any_fails = any(worker.fetch_fails for worker in self._workers)
-        self._mean_bound = LOAD_BOUND * sum(map(_used_of, self._workers)) / max(1, len(self._workers))
+        self._mean_bound: float = LOAD_BOUND * sum(map(_used_of, self._workers)) / max(1, len(self._workers))
 
     def preferred(self, digest: str, homes: int = 1, turn: int = 0, failed: Collection[str] = ()) -> Preference:
         """Return what a job of an adapter with so many homes prefers; `turn` counts jobs, which homes take in turns.
@@ -127,11 +131,3 @@ class Roster:
 
     def _is_overloaded(self, worker: WorkerLoad) -> bool:
         return worker.used > max(self._mean_bound, worker.rows / 2)
-
-
-def _id_of(worker: WorkerLoad) -> str:
-    return worker.worker_id
-
-
-def _used_of(worker: WorkerLoad) -> int:
-    return worker.used

@@ -92,29 +92,24 @@ class Liveness:
     """The workers and routers of one cell."""
 
     def __init__(self, redis: Redis, keys: Keys, *, library: Library = LIBRARY) -> None:
-        self._redis, self._keys = redis, keys
+        self._redis, self._keys, self._library = redis, keys, library
         # Of the last census.
         self._known: _States = {}
-        self._beat = library.function(redis, "beat")
-        self._declare_dead = library.function(redis, "declare_dead")
-        self._live_routers = library.function(redis, "live_routers")
-        self._census = library.function(redis, "census")
+
+    async def _answer_of(self, name: str, *arguments: Any) -> Any:
+        """Return the answer of a function of broker/lua, whose first argument is the prefix of the cell's keys."""
+        return await self._library.function(self._redis, name)(self._keys.workers, [self._keys.prefix, *arguments])
 
     async def beat(self, state: WorkerState) -> list[str]:
         """Record that a worker lives, for the next WORKER_TTL_MS; return the relay addresses of the live routers."""
         card = encode_record(_card_of(state))
-        routers = await self._beat(
-            self._keys.workers,
-            [
-                *(self._keys.prefix, state.incarnation, state.worker_id),
-                *(encode_record(state), _row_of(state, card), card),
-            ],
-        )
+        names = state.incarnation, state.worker_id
+        routers = await self._answer_of("beat", *names, encode_record(state), _row_of(state, card), card)
         return [router.decode(errors="replace") for router in routers]
 
     async def declare_dead(self, incarnation: str) -> None:
         """Record at once that an incarnation lives no more; jobs are not held for its worker."""
-        await self._declare_dead(self._keys.workers, [self._keys.prefix, incarnation])
+        await self._answer_of("declare_dead", incarnation)
 
     async def take_census(self, router: str = "", busy: float | None = None) -> Census:
         """Return who lives; a router that gives its own address is recorded as alive.
@@ -122,8 +117,7 @@ class Liveness:
         `busy`: to how many workers' rows the used rows of all add up, which decides how many homes adapters have; None
         changes nothing.
         """
-        arguments = [self._keys.prefix, router, secrets.token_hex(8), "" if busy is None else busy]
-        roll, homes, load = await self._census(self._keys.workers, arguments)
+        roll, homes, load = await self._answer_of("census", router, secrets.token_hex(8), "" if busy is None else busy)
         _, server, *rows = roll.split(b"\n")
         self._known = await self._states(rows, self._known)
         names = [name.decode(errors="replace") for name in homes[::2]]
@@ -135,12 +129,12 @@ class Liveness:
 
     async def live_routers(self) -> list[str]:
         """Return the relay addresses of the live routers."""
-        routers = await self._live_routers(self._keys.workers, [self._keys.prefix])
+        routers = await self._answer_of("live_routers")
         return sorted(router.decode(errors="replace") for router in routers)
 
     async def live_workers(self) -> list[WorkerState]:
         """Return the live workers with their whole states, ordered by id."""
-        roll, *_ = await self._census(self._keys.workers, [self._keys.prefix, "", secrets.token_hex(8), ""])
+        roll, *_ = await self._answer_of("census", "", secrets.token_hex(8), "")
         _, _, *rows = roll.split(b"\n")
         states = await self._read_states([line.partition(b" ")[0] for line in rows])
         return sorted((state for state in states if state is not None), key=lambda state: state.worker_id)

@@ -154,7 +154,7 @@ class JobQueue:
         self._finish = BatchedFunction(redis, library.function(redis, "finish"), keys.waiting)
         self._renew = BatchedFunction(redis, library.function(redis, "renew_job"))
 
-    async def _call(self, name: str, *arguments: Any) -> Any:
+    async def _answer_of(self, name: str, *arguments: Any) -> Any:
         """Return the answer of a function of broker/lua, whose first argument is the prefix of the cell's keys."""
         return await self._library.function(self._redis, name)(self.keys.waiting, [self.keys.prefix, *arguments])
 
@@ -193,7 +193,7 @@ class JobQueue:
             if not entry.begun:
                 raise RedisFullError("Redis is out of memory") from error
             arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
-            answer = await self._call("enqueue_when_full", *arguments[1:])
+            answer = await self._answer_of("enqueue_when_full", *arguments[1:])
         _check_queued(answer, limits)
 
     def _arguments(self, job: Job, entry: Entry, limits: QueueLimits) -> list[Any]:
@@ -238,16 +238,16 @@ class JobQueue:
 
     async def stop_waiting(self) -> None:
         """End the wait of this worker's claim, which then is made at once."""
-        await self._call("stop_waiting", self._worker_id)
+        await self._answer_of("stop_waiting", self._worker_id)
 
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
         for at in range(0, len(reports), CHARGES_AT_ONCE):
-            await self._call("charge", packed_reports(reports[at : at + CHARGES_AT_ONCE]))
+            await self._answer_of("charge", packed_reports(reports[at : at + CHARGES_AT_ONCE]))
 
     async def stop_claiming(self) -> None:
         """Claim no more for now: jobs are not held for this worker, and its wake-ups go to another."""
-        await self._call("stop_claiming", self._worker_id)
+        await self._answer_of("stop_claiming", self._worker_id)
 
     async def finish(self, job_id: str, attempt: int) -> None:
         """Forget a job, up to this attempt. Idempotent."""
@@ -262,7 +262,7 @@ class JobQueue:
         states: list[QueueState] = []
         for at in range(0, len(jobs), LOOKS_AT_ONCE):
             asked = chain.from_iterable(jobs[at : at + LOOKS_AT_ONCE])
-            states += map(QueueState, await self._call("look_up", self._looks, *asked))
+            states += map(QueueState, await self._answer_of("look_up", self._looks, *asked))
         return states
 
     async def renew(self, job: Job, placement: Placement) -> None:
@@ -273,21 +273,21 @@ class JobQueue:
 
     async def record_death(self, tenant: str, adapter: str, job_id: str, age_ms: int = 0) -> int:
         """Record a job that engines died of; returns for how many ms its tenant and adapter are refused. Idempotent."""
-        return int(await self._call("record_death", tenant, adapter, job_id, age_ms))
+        return int(await self._answer_of("record_death", tenant, adapter, job_id, age_ms))
 
     async def quarantined(self) -> dict[tuple[str, str], int]:
         """Return for how many ms new jobs are refused, by tenant and its adapter's digest.
 
         A tenant alone, whose digest is "*", has all of its jobs refused; an empty digest is the base model.
         """
-        found = await self._call("quarantined")
+        found = await self._answer_of("quarantined")
         subjects = [subject.decode().partition(" ") for subject in found[::2]]
         whose = [(tenant, digest if space else "*") for tenant, space, digest in subjects]
         return dict(zip(whose, map(int, found[1::2]), strict=True))
 
     async def lift_quarantine(self, tenant: str) -> int:
         """Take a tenant's jobs again and forget the engines that died of them; returns how many records there were."""
-        return int(await self._call("lift_quarantine", tenant))
+        return int(await self._answer_of("lift_quarantine", tenant))
 
     async def forget_tenant(self, tenant: str) -> RemovedRecords:
         """Remove what the cell has of a tenant; returns what there was.
@@ -301,13 +301,13 @@ class JobQueue:
         jobs = others = at = 0
         while at >= 0 or letters:
             some = letters[:LOOKS_AT_ONCE]
-            gone, records, at = await self._call("forget_tenant", tenant, max(at, 0), LOOKS_AT_ONCE, *some)
+            gone, records, at = await self._answer_of("forget_tenant", tenant, max(at, 0), LOOKS_AT_ONCE, *some)
             jobs, others, letters = jobs + gone, others + records, letters[LOOKS_AT_ONCE:]
         return RemovedRecords(jobs, pins, others)
 
     async def load(self) -> QueueLoad:
         """Return what waits, for how long, and the work that has arrived."""
-        waiting, work, oldest_ms, *sums = await self._call("queue_load")
+        waiting, work, oldest_ms, *sums = await self._answer_of("queue_load")
         return QueueLoad(int(waiting), float(work), int(oldest_ms) / 1e3, *map(float, sums))
 
     async def count_waiting(self) -> int:

@@ -137,37 +137,36 @@ class Seals:
     def open_or_refuse(self, kind: SealKind, place: str, data: bytes | None) -> bytes | None:
         """Return the content of an encoded seal; None for what is not opened, and for None, which has no seal."""
         try:
-            if data is None:
-                raise SealError("UNSEALED", f"a {kind} without a seal")
-            return self.open(kind, place, decode_record(Sealed, data))
+            return self._opened_content(kind, place, data)
         except SealError as error:
             self.on_refused(kind, error)
-        except DecodeError:
-            self.on_refused(kind, SealError("UNSEALED", f"a {kind} that is no message"))
-        return None
+            return None
 
     def open_job(self, prefix: str, body: bytes, facts: bytes) -> Job:
         """Return a claimed job. Raises SealError."""
         try:
-            return self._job(prefix, body, facts)
+            content = self._opened_content(
+                SealKind.JOB, prefix, body.removeprefix(SEALED) if body.startswith(SEALED) else None
+            )
+            try:
+                job = decode_job(content)
+            except DecodeError as error:  # of a router of another version
+                raise SealError("UNREADABLE", "a job that this version cannot read") from error
+            _check_facts(job, facts)
         except SealError as error:
             self.on_refused(SealKind.JOB, error)
             raise
-
-    def _job(self, prefix: str, body: bytes, facts: bytes) -> Job:
-        if not body.startswith(SEALED):
-            raise SealError("UNSEALED", "a job without a seal")
-        try:
-            sealed = decode_record(Sealed, body.removeprefix(SEALED))
-        except DecodeError as error:
-            raise SealError("UNSEALED", "a job that is no message") from error
-        content = self.open(SealKind.JOB, prefix, sealed)
-        try:
-            job = decode_job(content)
-        except DecodeError as error:  # of a router of another version
-            raise SealError("UNREADABLE", "a job that this version cannot read") from error
-        _check_facts(job, facts)
         return job
+
+    def _opened_content(self, kind: SealKind, place: str, data: bytes | None) -> bytes:
+        """Return the content of an encoded seal; None has no seal. Raises SealError."""
+        if data is None:
+            raise SealError("UNSEALED", f"a {kind} without a seal")
+        try:
+            sealed = decode_record(Sealed, data)
+        except DecodeError as error:
+            raise SealError("UNSEALED", f"a {kind} that is no message") from error
+        return self.open(kind, place, sealed)
 
     def _content(self, kind: SealKind, place: str, sealed: Sealed) -> bytes:
         bound = _bound(kind, place, sealed)

@@ -19,7 +19,6 @@ from loraplex.contracts.broker.connection import (
     RedisUnreachableError,
     check_server,
     client_of,
-    connect,
     shown_url,
 )
 from loraplex.runtime.telemetry.logging import LogOnce
@@ -37,10 +36,13 @@ async def connect_once_up(url: str) -> Redis:
     """Wait for the server and log that once. Raises RedisUnreachableError for errors that waiting cannot fix."""
     once = LogOnce(log)
     while True:
+        client = client_of(url)
         try:
-            return await _connect_and_check(url)
-        except RedisUnreachableError as error:
-            if not _may_pass(error):
+            await _check(client, url, REDIS_URL_FLAG)
+            return client
+        except BaseException as error:
+            await client.aclose()
+            if not isinstance(error, RedisUnreachableError) or not _may_pass(error):
                 raise
             once(f"waits for Redis: {error}")
         await asyncio.sleep(RETRY_S)
@@ -50,8 +52,7 @@ async def open_client(url: str, flag: str) -> Redis:
     """Return a client; that its server is away is logged. Raises RedisUnreachableError as connect_once_up does."""
     client = client_of(url, flag)
     try:
-        await check_server(client, url, flag)
-        await _check_eviction(client, url, flag)
+        await _check(client, url, flag)
     except RedisUnreachableError as error:
         if not _may_pass(error):
             await client.aclose()
@@ -73,21 +74,12 @@ def _is_refused(error: BaseException | None) -> bool:
     return error is not None
 
 
-async def _connect_and_check(url: str) -> Redis:
-    redis = await connect(url)
-    try:
-        await _check_eviction(redis, url, REDIS_URL_FLAG)
-    except BaseException:
-        await redis.aclose()
-        raise
-    return redis
-
-
-async def _check_eviction(redis: Redis, url: str, flag: str) -> None:
-    """Raise RedisUnreachableError where the server evicts keys and its settings may be changed; else only log it.
+async def _check(redis: Redis, url: str, flag: str) -> None:
+    """Raise RedisUnreachableError as `check_server` does, and where evictions could be turned off; else only log them.
 
     A managed server may forbid CONFIG; what it does is in its INFO.
     """
+    await check_server(redis, url, flag)
     server = f"{flag} {shown_url(url)}"
     try:
         policy, maxmemory, _ = await _eviction(redis)

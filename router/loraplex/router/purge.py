@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -55,35 +56,26 @@ def purged_tenant(name: str) -> str:
     return tenant
 
 
+@dataclass(eq=False)
 class RouterData:
     """The tenants' data of one router."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        store: StoreClient,
-        configs: AdapterConfigs,
-        prompts: PromptTokenizer,
-        proofs: GrammarProofs,
-        quotas: Quotas,
-        rollouts: Rollouts,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._store = store
-        self._configs = configs
-        self._prompts = prompts
-        self._proofs = proofs
-        self._quotas = quotas
-        self._rollouts = rollouts
+    dispatcher: Dispatcher
+    store: StoreClient
+    configs: AdapterConfigs
+    prompts: PromptTokenizer
+    proofs: GrammarProofs
+    quotas: Quotas
+    rollouts: Rollouts
 
     async def forget(self, tenant: str) -> list[relay_pb2.Removal]:
         """End a tenant's calls, and those with its adapters, and remove what is kept of it; by place."""
         ended, open_jobs = self._end_jobs(tenant)
-        names = self._store.forget_tenant(tenant) + self._rollouts.forget_tenant(tenant)
-        settings = self._configs.forget_tenant(tenant)
+        names = self.store.forget_tenant(tenant) + self.rollouts.forget_tenant(tenant)
+        settings = self.configs.forget_tenant(tenant)
         forget_warnings()
-        texts = forget_formats() + forget_tools() + self._proofs.forget() + self._prompts.forget()
-        await self._quotas.forget_tenant()
+        texts = forget_formats() + forget_tools() + self.proofs.forget() + self.prompts.forget()
+        await self.quotas.forget_tenant()
         return [
             relay_pb2.Removal(place="jobs", removed=ended, left=open_jobs),
             relay_pb2.Removal(place="names of adapters", removed=names),
@@ -94,7 +86,7 @@ class RouterData:
     def _end_jobs(self, tenant: str) -> tuple[int, int]:
         """Fail jobs; returns how many, and how many are still there, until their calls have ended."""
         failed = open_jobs = 0
-        for routed in self._dispatcher.jobs:
+        for routed in self.dispatcher.jobs:
             error: CallError | None = None
             if routed.job.tenant == tenant:
                 error = PermissionDenied(f"tenant {tenant} was purged", "TENANT_PURGED")
@@ -140,25 +132,16 @@ ANSWER_S = 5.0
 _Places = list[pb.PurgedPlace]
 
 
+@dataclass(eq=False)
 class CellPurge:
     """Purges tenants from the cells of this router, which is called at the relay address `own_address`."""
 
-    def __init__(
-        self,
-        models: Models,
-        own_data: RouterData,
-        workers: WorkerForgets,
-        own_address: str,
-        tls: TlsFiles | None,
-        *,
-        pass_s: float = PASS_S,
-    ) -> None:
-        self._models = models
-        self._own_data = own_data
-        self._workers = workers
-        self._own_address = own_address
-        self._tls = tls
-        self._pass_s = pass_s
+    models: Models
+    own_data: RouterData
+    workers: WorkerForgets
+    own_address: str
+    tls: TlsFiles | None
+    pass_s: float = PASS_S
 
     async def run(self, tenant: str) -> _Places:
         """Remove everything, at least twice, until a pass finds nothing; return the places of all passes, by name."""
@@ -170,25 +153,25 @@ class CellPurge:
             clean = not any(place.left or place.error for place in total.values())
             if (clean and passes > 1) or time.monotonic() >= until:
                 return [total[name] for name in sorted(total)]
-            await asyncio.sleep(self._pass_s)
+            await asyncio.sleep(self.pass_s)
 
     async def _pass(self, tenant: str) -> _Places:
         """Remove what there is now: first at the routers, which else would put things back."""
         return [*await self._routers(tenant), *await self._stores(tenant), *await self._ask_workers(tenant)]
 
     async def _routers(self, tenant: str) -> _Places:
-        own = _places(f"router {self._own_address}", await self._own_data.forget(tenant))
+        own = _places(f"router {self.own_address}", await self.own_data.forget(tenant))
         try:
-            cells = [cell for model in self._models.served for cell in self._models.reached(model)]
+            cells = [cell for model in self.models.served for cell in self.models.reached(model)]
             addresses = [address for cell in cells for address in await cell.liveness.live_routers()]
         except REDIS_DOWN as error:
             return [*own, _failed("other routers", f"Redis does not say which live: {error}")]
-        others = sorted(set(addresses) - {self._own_address})
+        others = sorted(set(addresses) - {self.own_address})
         return [*own, *_flat(await asyncio.gather(*(self._ask_router(one, tenant) for one in others)))]
 
     async def _ask_router(self, address: str, tenant: str) -> _Places:
         part = f"router {address}"
-        async with LiveChannel(address, self._tls, channel_options()) as channel:
+        async with LiveChannel(address, self.tls, channel_options()) as channel:
             stub = channel.stub(relay_pb2_grpc.TenantDataServiceStub)
             try:
                 request = relay_pb2.ForgetTenantRequest(tenant=tenant)
@@ -198,7 +181,7 @@ class CellPurge:
         return _places(part, answer.removals)
 
     async def _stores(self, tenant: str) -> _Places:
-        cells = [(model.manifest.name, cell) for model in self._models.served for cell in model.cells.values()]
+        cells = [(model.manifest.name, cell) for model in self.models.served for cell in model.cells.values()]
         return _flat(await asyncio.gather(*(self._cell_records(name, cell, tenant) for name, cell in cells)))
 
     async def _cell_records(self, model: str, cell: ModelCell, tenant: str) -> _Places:
@@ -211,7 +194,7 @@ class CellPurge:
 
     async def _ask_workers(self, tenant: str) -> _Places:
         try:
-            living = await self._models.living()
+            living = await self.models.living()
         except CallError as error:
             return [_failed("workers", error.message)]
         states = [state for _, _, state in living.workers]
@@ -219,7 +202,7 @@ class CellPurge:
         return silent + _flat(await asyncio.gather(*(self._ask_worker(state, tenant) for state in states)))
 
     async def _ask_worker(self, state: WorkerState, tenant: str) -> _Places:
-        part, answer = f"worker {state.worker_id}", await self._workers.ask(state.incarnation, tenant)
+        part, answer = f"worker {state.worker_id}", await self.workers.ask(state.incarnation, tenant)
         return [_failed(part, answer.error)] if answer.error else _places(part, answer.removals)
 
 

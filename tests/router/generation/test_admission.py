@@ -324,7 +324,7 @@ async def test_a_resumed_request_keeps_the_values_that_it_was_admitted_with(
 async def test_a_format_is_proven_before_its_job_is_made(admission: Admission) -> None:
     request = replace(REQUEST, format_field="regex", grammar=regex_grammar("[0-9]+"))
     assert (await admission.admit(request, None)).job.grammar == request.grammar
-    prover = admission._proofs._provers[MANIFEST.digest]
+    prover = admission.proofs._provers[MANIFEST.digest]
     assert prover.known(request.grammar, "acme")
     assert not prover.known(request.grammar, "globex"), "its time would tell what acme has asked"
     error = await refusal(admission, replace(request, grammar=regex_grammar("(a")))
@@ -398,7 +398,7 @@ async def test_an_answer_whose_beginning_the_request_says_is_no_refusal(admissio
     resolved = ResolvedAdapter(ADAPTER, "sha256:0")
     candidate = RolledOut(resolved, "tenants/acme/adapters/a/releases/1", 0, 1000, 0, ("I cannot",))
     store: Any = SimpleNamespace(resolve=AsyncMock(return_value=replace(resolved, candidate=candidate)))
-    admission._store = store
+    admission.store = store
     request = replace(REQUEST, adapter="a", session_id="one")
     requests = request, replace(request, grammar="x"), replace(request, echo=True)
     sides = [await admission.side_of(one) for one in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from prometheus_client import Counter as Total
 from prometheus_client import Histogram
@@ -257,49 +257,44 @@ def _distribution(histogram: Histogram) -> pb.Distribution:
 _PHASES = {phase: pb.WorkerPhase.Value(f"WORKER_PHASE_{phase.name}") for phase in WorkerPhase}
 
 
+@dataclass(eq=False)
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     """Serves loraplex.cluster.v1.ClusterService."""
 
-    def __init__(
-        self,
-        models: Models,
-        dispatcher: Dispatcher,
-        metrics: RouterMetrics,
-        commands: AdapterCommands,
-        purge: CellPurge,
-        resume_keys: ResumeKeys,
-        cells: CellCommands,
-    ) -> None:
-        self._models = models
-        self._cells = cells
-        self._purge = purge
-        self._resume_keys = resume_keys
-        self._commands = commands
-        self._dispatcher = dispatcher
-        self._traffic = Traffic(metrics)
+    models: Models
+    dispatcher: Dispatcher
+    metrics: RouterMetrics
+    commands: AdapterCommands
+    purge: CellPurge
+    resume_keys: ResumeKeys
+    cells: CellCommands
+
+    def __post_init__(self) -> None:
+        """Count traffic from now on."""
+        self._traffic = Traffic(self.metrics)
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
         """List the live workers of all models, as they last reported."""
-        living = (await self._models.living()).workers
+        living = (await self.models.living()).workers
         return pb.ListWorkersResponse(workers=[worker_message(state, cell.name) for _, cell, state in living])
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
         """List what waits, for how long, and how many jobs run, by model and cell."""
-        return pb.ListQueuesResponse(queues=await self._cells.queues())
+        return pb.ListQueuesResponse(queues=await self.cells.queues())
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """List the jobs that this router owns, of those tenants whose jobs the caller may see."""
         who = caller()
         return pb.ListJobsResponse(
-            jobs=[_job(routed) for routed in self._dispatcher.jobs if who.sees_tenant(routed.job.tenant)]
+            jobs=[_job(routed) for routed in self.dispatcher.jobs if who.sees_tenant(routed.job.tenant)]
         )
 
     async def ListDeadJobs(self, request: pb.ListDeadJobsRequest, context: Context) -> pb.ListDeadJobsResponse:
         """List the last jobs that were ended because they killed engines, the newest first."""
         dead: list[DeadJob] = []
         with asking_redis():
-            for model in self._models.served:
-                for cell in self._models.reached(model):
+            for model in self.models.served:
+                for cell in self.models.reached(model):
                     dead += await cell.queue.dead.list()
         dead.sort(key=lambda job: job.died_at_ms, reverse=True)
         who = caller()
@@ -309,9 +304,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """List the tenants and adapters whose jobs are refused, of those tenants whose jobs the caller may see."""
         who, subjects = caller(), list[pb.QuarantinedSubject]()
         with asking_redis():
-            for model in self._models.served:
+            for model in self.models.served:
                 name, longest = model.manifest.name, dict[Whose, int]()
-                for cell in self._models.reached(model):
+                for cell in self.models.reached(model):
                     for whose, left_ms in (await cell.queue.quarantined()).items():
                         longest[whose] = max(left_ms, longest.get(whose, 0))
                 subjects += [
@@ -325,7 +320,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """Take a tenant's jobs again, for all models."""
         tenant = purged_tenant(request.tenant)
         with asking_redis():
-            cells = [cell for model in self._models.served for cell in model.cells.values()]
+            cells = [cell for model in self.models.served for cell in model.cells.values()]
             removed = [await cell.queue.lift_quarantine(tenant) for cell in cells]
         return pb.LiftQuarantineResponse(removed_count=sum(removed))
 
@@ -334,24 +329,24 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> pb.RotateResumeKeysResponse:
         """Make a new key of resume tokens."""
         with asking_redis():
-            return pb.RotateResumeKeysResponse(valid_count=await self._resume_keys.rotate())
+            return pb.RotateResumeKeysResponse(valid_count=await self.resume_keys.rotate())
 
     async def WithdrawResumeKeys(
         self, request: pb.WithdrawResumeKeysRequest, context: Context
     ) -> pb.WithdrawResumeKeysResponse:
         """Remove the former keys of resume tokens."""
         with asking_redis():
-            return pb.WithdrawResumeKeysResponse(removed_count=await self._resume_keys.withdraw())
+            return pb.WithdrawResumeKeysResponse(removed_count=await self.resume_keys.withdraw())
 
     async def GetTraffic(self, request: pb.GetTrafficRequest, context: Context) -> pb.GetTrafficResponse:
         """Return what this router has served since its start."""
-        return self._traffic.response(len(tuple(self._dispatcher.jobs)))
+        return self._traffic.response(len(tuple(self.dispatcher.jobs)))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         """Make a worker drain and stop, as SIGTERM does."""
         if not request.worker_id:
             raise InvalidField("worker_id", "name a worker")
-        named = named_worker(await self._models.living(), request.worker_id)
+        named = named_worker(await self.models.living(), request.worker_id)
         with asking_redis():
             for _, cell, state in named:
                 await cell.queue.commands.send(state.incarnation, DRAIN)
@@ -359,27 +354,27 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def DrainCell(self, request: pb.DrainCellRequest, context: Context) -> pb.DrainCellResponse:
         """Send no more jobs to a cell; what waits there goes to others."""
-        await self._cells.drain(request.cell)
+        await self.cells.drain(request.cell)
         return pb.DrainCellResponse()
 
     async def OpenCell(self, request: pb.OpenCellRequest, context: Context) -> pb.OpenCellResponse:
         """Send jobs to a cell again."""
-        return pb.OpenCellResponse(pins=await self._cells.open(request.cell))
+        return pb.OpenCellResponse(pins=await self.cells.open(request.cell))
 
     async def WarmAdapter(self, request: pb.WarmAdapterRequest, context: Context) -> pb.WarmAdapterResponse:
         """Load an adapter on every worker of its base, or on the named one."""
-        await self._commands.send(Verb.WARM, calling_tenant(), request.adapter, request.worker_id)
+        await self.commands.send(Verb.WARM, calling_tenant(), request.adapter, request.worker_id)
         return pb.WarmAdapterResponse()
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.PinAdapterResponse:
         """Load an adapter and keep it loaded; without a worker's name also on workers that start later."""
-        await self._commands.send(Verb.PIN, calling_tenant(), request.adapter, request.worker_id)
+        await self.commands.send(Verb.PIN, calling_tenant(), request.adapter, request.worker_id)
         return pb.PinAdapterResponse()
 
     async def PurgeTenant(self, request: pb.PurgeTenantRequest, context: Context) -> pb.PurgeTenantResponse:
         """Remove what this router's cells have of a tenant."""
         tenant = purged_tenant(request.tenant)
-        places = await self._purge.run(tenant)
+        places = await self.purge.run(tenant)
         log.info("%s: purged tenant %s from the cells", caller().name, tenant)
         return pb.PurgeTenantResponse(
             places=places,
@@ -390,7 +385,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def UnpinAdapter(self, request: pb.UnpinAdapterRequest, context: Context) -> pb.UnpinAdapterResponse:
         """Allow a pinned adapter to be evicted again."""
-        await self._commands.send(Verb.UNPIN, calling_tenant(), request.adapter, request.worker_id)
+        await self.commands.send(Verb.UNPIN, calling_tenant(), request.adapter, request.worker_id)
         return pb.UnpinAdapterResponse()
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -60,35 +61,32 @@ class WorkerLink:
         self.worker, self.peer = worker, peer
         # Time of the monotonic clock at which the last message came.
         self.heard_at = time.monotonic()
-        # Acks, cancels and rewinds for the next message. Any order will do: each ends or rewinds one attempt or choice.
-        self._acks: list[pb.JobAttempt] = []
-        self._cancels: list[pb.JobAttempt] = []
-        self._rewinds: list[pb.Position] = []
+        # What is to be sent, by its field of the message. Any order will do: each ack, cancel or rewind ends or rewinds
+        # one attempt or choice.
+        self._pending: dict[str, Any] = {}
         self._forgets: list[pb.Forget] = []
-        # Whether this router follows the worker's prefix cache from now on; None: as before.
-        self._follow: bool | None = None
-        self._interval_ms: int | None = None
         self._closed = False
         self._due = asyncio.Event()
 
     def ack(self, job_id: str, attempt: int) -> None:
         """Let the worker forget the job."""
-        self._acks.append(pb.JobAttempt(job_id=job_id, attempt=attempt))
+        self._pending.setdefault("acks", pb.Acks()).jobs.add(job_id=job_id, attempt=attempt)
         self._due.set()
 
     def cancel(self, job_id: str, attempt: int, choice: int | None = None) -> None:
         """Make the worker stop the job, or one of its choices, and free what it holds."""
-        self._cancels.append(pb.JobAttempt(job_id=job_id, attempt=attempt, choice=choice))
+        self._pending.setdefault("cancels", pb.Cancels()).jobs.add(job_id=job_id, attempt=attempt, choice=choice)
         self._due.set()
 
     def rewind(self, job_id: str, attempt: int, choice: int, offset: int) -> None:
         """Make the worker send a choice again from this offset."""
-        self._rewinds.append(pb.Position(job_id=job_id, attempt=attempt, choice=choice, offset=offset))
+        positions = self._pending.setdefault("rewinds", pb.Rewinds()).positions
+        positions.add(job_id=job_id, attempt=attempt, choice=choice, offset=offset)
         self._due.set()
 
     def pace(self, interval_ms: int) -> None:
         """Give the worker another interval between its messages."""
-        self._interval_ms = interval_ms
+        self._pending["pace"] = pb.Pace(interval_ms=interval_ms)
         self._due.set()
 
     def forget(self, request: pb.Forget) -> None:
@@ -98,7 +96,7 @@ class WorkerLink:
 
     def follow_blocks(self, on: bool) -> None:
         """Ask the worker for its prefix cache and every change of it, or for no more."""
-        self._follow = on
+        self._pending["follow_blocks"] = pb.FollowBlocks(on=on)
         self._due.set()
 
     def close(self) -> None:
@@ -111,21 +109,9 @@ class WorkerLink:
         while True:
             await self._due.wait()
             self._due.clear()
-            if self._interval_ms is not None:
-                interval_ms, self._interval_ms = self._interval_ms, None
-                yield pb.ConnectResponse(pace=pb.Pace(interval_ms=interval_ms))
-            if self._rewinds:
-                positions, self._rewinds = self._rewinds, []
-                yield pb.ConnectResponse(rewinds=pb.Rewinds(positions=positions))
-            if self._cancels:
-                cancels, self._cancels = self._cancels, []
-                yield pb.ConnectResponse(cancels=pb.Cancels(jobs=cancels))
-            if self._acks:
-                acks, self._acks = self._acks, []
-                yield pb.ConnectResponse(acks=pb.Acks(jobs=acks))
-            if self._follow is not None:
-                on, self._follow = self._follow, None
-                yield pb.ConnectResponse(follow_blocks=pb.FollowBlocks(on=on))
+            pending, self._pending = self._pending, {}
+            for name, message in pending.items():
+                yield pb.ConnectResponse(**{name: message})
             while self._forgets:
                 yield pb.ConnectResponse(forget=self._forgets.pop(0))
             if self._closed and not self._due.is_set():

@@ -11,8 +11,8 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from loraplex.contracts.broker.commands import COMMAND_TTL_MS, Command, Verb
@@ -43,6 +43,7 @@ MIB = 1 << 20
 _WARMS_LIMIT = 4_096
 
 
+@dataclass(eq=False)
 class Placer:
     """Places jobs among the workers that serve their model in a cell.
 
@@ -50,54 +51,44 @@ class Placer:
     `fits_elsewhere`: whether another cell can take a job of this one.
     """
 
-    def __init__(
-        self,
-        serving: Callable[[str, str, str], Sequence[WorkerState]],
-        weight_of: Callable[[str], float],
-        adapter_mib_tokens: float,
-        queue_share_of: Callable[[str], float] = lambda tenant: 1.0,
-        calling_key_terms: Callable[[], KeyTerms] = lambda: NO_KEY,
-        homes_of: Callable[[str, str, str], int] = lambda model, cell, digest: 1,
-        fits_elsewhere: Callable[[Job, str], bool] = lambda job, cell: False,
-    ) -> None:
-        self._serving = serving
-        self._weight_of = weight_of
-        self._adapter_mib_tokens = adapter_mib_tokens
-        self._queue_share_of = queue_share_of
-        self._calling_key_terms = calling_key_terms
-        self._homes_of = homes_of
-        self._fits_elsewhere = fits_elsewhere
-        self._turns = count()
-        # The workers that could have the last job of each model in each cell.
-        self._rosters: dict[tuple[str, str], tuple[tuple[WorkerState, ...], Roster]] = {}
-        # Time until which an adapter is not warmed again, by incarnation and digest, the oldest first.
-        self._warms: dict[tuple[str, str], float] = {}
+    serving: Callable[[str, str, str], Sequence[WorkerState]]
+    weight_of: Callable[[str], float]
+    adapter_mib_tokens: float
+    queue_share_of: Callable[[str], float] = lambda tenant: 1.0
+    calling_key_terms: Callable[[], KeyTerms] = lambda: NO_KEY
+    homes_of: Callable[[str, str, str], int] = lambda model, cell, digest: 1
+    fits_elsewhere: Callable[[Job, str], bool] = lambda job, cell: False
+    _turns: Iterator[int] = field(init=False, default_factory=count)
+    # The workers that could have the last job of each model in each cell.
+    _rosters: dict[tuple[str, str], tuple[tuple[WorkerState, ...], Roster]] = field(init=False, default_factory=dict)
+    # Time until which an adapter is not warmed again, by incarnation and digest, the oldest first.
+    _warms: dict[tuple[str, str], float] = field(init=False, default_factory=dict)
 
     def place(self, job: Job, cell: str) -> Placement:
         """Return the placement of a job in a cell."""
-        weight, share = self._weight_of(job.tenant), self._queue_share_of(job.tenant)
+        weight, share = self.weight_of(job.tenant), self.queue_share_of(job.tenant)
         # Later attempts are made by no call; the outbox gives them the first one's terms.
-        key = self._calling_key_terms() if job.attempt == 1 else NO_KEY
+        key = self.calling_key_terms() if job.attempt == 1 else NO_KEY
         if job.adapter is None and not job.failed_at:
             return Placement(weight, queue_share=share, key=key, cell=cell)
         able = tuple(
             state
-            for state in self._serving(job.model, job.base_digest, cell)
+            for state in self.serving(job.model, job.base_digest, cell)
             if state.max_rank >= job.rank and state.max_tokens >= job.tokens
         )
         former = self._rosters.get((job.model, cell))
         if former is None or former[0] != able:  # workers of another census, or of another size
             former = self._rosters[job.model, cell] = able, Roster(map(_load_of, able))
         digest, weight_bytes = (job.adapter.digest, job.adapter.weight_bytes) if job.adapter else ("", 0)
-        homes = self._homes_of(job.model, cell, digest)
+        homes = self.homes_of(job.model, cell, digest)
         preference = former[1].preferred(digest, homes, next(self._turns), job.failed_at)
         warm = tuple(
             state.incarnation
             for state in (able if preference.to_warm else ())
             if state.worker_id in preference.to_warm and self._is_due(state.incarnation, digest)
         )
-        load_tokens = weight_bytes / MIB * self._adapter_mib_tokens
-        has_others = len(preference.workers) > 1 or self._fits_elsewhere(job, cell)
+        load_tokens = weight_bytes / MIB * self.adapter_mib_tokens
+        has_others = len(preference.workers) > 1 or self.fits_elsewhere(job, cell)
         last_try = not has_others or len(job.failed_at) + 1 >= WORKERS_TRIED
         return Placement(weight, preference.workers, load_tokens, share, key, cell, warm=warm, last_try=last_try)
 
@@ -161,22 +152,18 @@ FAULTS_LIMIT = 5
 Operation = Callable[[], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class Outbox:
     """The queue operations of one dispatcher. What becomes of an attempt is reported to its RoutedJob."""
 
-    def __init__(
-        self,
-        queue_of: Callable[[str, str], JobQueue],
-        place: Callable[[Job, str], Placement],
-        cells: Cells,
-        timing: DispatchTiming,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._queue_of = queue_of
-        self._place = place
-        self._cells = cells
-        self._timing = timing
-        self._metrics = metrics
+    queue_of: Callable[[str, str], JobQueue]
+    place: Callable[[Job, str], Placement]
+    cells: Cells
+    timing: DispatchTiming
+    metrics: RouterMetrics
+
+    def __post_init__(self) -> None:
+        """Begin without operations."""
         self._enqueues = asyncio.Semaphore(AT_ONCE)
         # Removals must not wait for enqueues: the memory of Redis may be full. Nor for those of a cell that is away.
         self._removals = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
@@ -192,16 +179,16 @@ class Outbox:
 
         async def enqueue() -> None:
             key, begun, former = routed.placement.key, routed.claimed_at is not None, routed.placement.cell
-            cell = self._cells.choose(job, former)
-            routed.placement = replace(self._place(job, cell), key=key, begun=begun)
+            cell = self.cells.choose(job, former)
+            routed.placement = replace(self.place(job, cell), key=key, begun=begun)
             if former and former != cell:  # an earlier attempt, or a try of this one, may wait there
                 self.finish(job, former)
             try:
-                await self._queue_of(job.model, cell).enqueue(job, routed.placement)
+                await self.queue_of(job.model, cell).enqueue(job, routed.placement)
             except REDIS_DOWN:
-                self._cells.failed(cell)
+                self.cells.failed(cell)
                 raise
-            self._metrics.cell_jobs.labels(job.model, cell).inc()
+            self.metrics.cell_jobs.labels(job.model, cell).inc()
             self.warm(job, routed.placement)
 
         try:
@@ -209,7 +196,7 @@ class Outbox:
             await self._persist(what, enqueue, due=lambda: routed.awaits_enqueue(attempt))
             routed.enqueued(attempt)
         except QuarantinedError as quarantined:
-            self._metrics.quarantined.inc()
+            self.metrics.quarantined.inc()
             routed.enqueue_failed(attempt, refusal(quarantined, job.tenant))
         except Exception:  # logged already
             error = Internal("the request could not be dispatched again", reason="DISPATCH_FAILED")
@@ -221,7 +208,7 @@ class Outbox:
         """Take a job out of a cell's queue. Where that fails, the router cancels it at the worker that claims it."""
 
         async def finish() -> None:
-            await self._queue_of(job.model, cell).finish(job.job_id, job.attempt)
+            await self.queue_of(job.model, cell).finish(job.job_id, job.attempt)
 
         self._remove(cell, f"removing job {job.job_id}", finish)
 
@@ -233,7 +220,7 @@ class Outbox:
 
         async def warm() -> None:
             for incarnation in placement.warm:
-                await self._queue_of(job.model, placement.cell).commands.send(incarnation, command)
+                await self.queue_of(job.model, placement.cell).commands.send(incarnation, command)
 
         self._remove(placement.cell, f"warming {job.adapter.revision}", warm)
 
@@ -242,7 +229,7 @@ class Outbox:
         dead = _dead_job(routed, reason)
 
         async def add() -> None:
-            await self._queue_of(dead.model, routed.placement.cell).dead.push(dead)
+            await self.queue_of(dead.model, routed.placement.cell).dead.push(dead)
 
         self._remove(routed.placement.cell, f"adding the dead letter of job {dead.job_id}", add)
 
@@ -251,7 +238,7 @@ class Outbox:
 
         A cell that is away gets to know it when it is back.
         """
-        for cell in self._cells.names:
+        for cell in self.cells.names:
             self._record_death(job, cell)
 
     def _record_death(self, job: Job, cell: str) -> None:
@@ -259,7 +246,7 @@ class Outbox:
         until = died_at + DEATHS_MEMORY_MS / 1e3
 
         async def record() -> None:
-            age_ms, queue = round((time.monotonic() - died_at) * 1e3), self._queue_of(job.model, cell)
+            age_ms, queue = round((time.monotonic() - died_at) * 1e3), self.queue_of(job.model, cell)
             refused_ms = await queue.record_death(job.tenant, adapter, job.job_id, age_ms)
             message = "jobs of tenant %s with adapter %s are refused for %.0f s: they kill engines"
             log.error(message, job.tenant, adapter or "(none)", refused_ms / 1e3, extra=fields(tenant=job.tenant))
@@ -269,7 +256,7 @@ class Outbox:
         self._start(asyncio.Semaphore(), lambda: self._persist(what, record, due=lambda: time.monotonic() < until))
 
     def _remove(self, cell: str, what: str, operation: Operation) -> None:
-        until = time.monotonic() + self._timing.finish_s
+        until = time.monotonic() + self.timing.finish_s
         self._start(self._removals[cell], lambda: self._persist(what, operation, due=lambda: time.monotonic() < until))
 
     def _start(self, slots: asyncio.Semaphore, operation: Operation) -> None:
@@ -311,7 +298,7 @@ class Outbox:
                 log.exception("%s failed", what)
                 if faults == FAULTS_LIMIT:
                     raise
-            await asyncio.sleep(self._timing.pause_s)
+            await asyncio.sleep(self.timing.pause_s)
         return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -141,26 +141,17 @@ def unset_values(request: Request, config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in request.sampling_set}
 
 
+@dataclass(eq=False)
 class Admission:
     """Admits the requests of one router, which workers reach at `reply_to`: resolve, tokenize, check, make the job."""
 
-    def __init__(
-        self,
-        models: Models,
-        store: StoreClient,
-        configs: AdapterConfigs,
-        reply_to: str,
-        reach: RelayReach,
-        prompts: PromptTokenizer,
-        proofs: GrammarProofs | None = None,
-    ) -> None:
-        self.models = models
-        self._reach = reach
-        self._store = store
-        self._configs = configs
-        self._reply_to = reply_to
-        self.prompts = prompts
-        self._proofs = proofs or GrammarProofs()
+    models: Models
+    store: StoreClient
+    configs: AdapterConfigs
+    reply_to: str
+    reach: RelayReach
+    prompts: PromptTokenizer
+    proofs: GrammarProofs = field(default_factory=GrammarProofs)
 
     async def side_of(self, request: Request) -> Side | None:
         """Return a request's side of the rollout of its adapter, if there is one. Raises as `admit` does."""
@@ -168,7 +159,7 @@ class Admission:
         if not (request.adapter and key):
             return None
         self.models.get(request.model)
-        side = choose_side(await self._store.resolve(request.tenant, request.adapter), key)
+        side = choose_side(await self.store.resolve(request.tenant, request.adapter), key)
         if side is not None and (request.grammar or request.echo):  # the request itself says how the answer begins
             return replace(side, refusal_phrases=())
         return side
@@ -199,7 +190,7 @@ class Admission:
         while True:
             try:
                 field = request.format_field or "chat.tools"
-                return await self._proofs.check(run.job.grammar, field, request.tenant, model.manifest)
+                return await self.proofs.check(run.job.grammar, field, request.tenant, model.manifest)
             except InvalidField as error:
                 if request.format_field or not isinstance(request.prompt, Chat):
                     raise
@@ -239,7 +230,7 @@ class Admission:
         """
         model, adapter = await self._resolve(request)
         manifest = model.manifest
-        classifier = await find_classifier(request, manifest, adapter, self._configs)
+        classifier = await find_classifier(request, manifest, adapter, self.configs)
         context = _context(manifest, adapter, self._workers_for_new_jobs(manifest))
         inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, context)
         for (ids, _), path in zip(inputs, request.fields, strict=True):
@@ -306,13 +297,13 @@ class Admission:
         """Return the revision of the base model, as its adapter changes it, and the adapter of a new request."""
         revisions = self.models.revisions(self.models.get(request.model).manifest.name)
         chosen = side.resolved if side is not None else None
-        manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self._store, chosen)
+        manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self.store, chosen)
         model = next(one for one in revisions if one.manifest is manifest)
         return await self._as_adapted(model, request.tenant, adapter), adapter
 
     async def _as_adapted(self, model: ServedModel, tenant: str, adapter: AdapterRef | None) -> ServedModel:
         """Return the model as an adapter's settings change it: its tokens, ends, template and default max_tokens."""
-        settings = await self._configs.of(tenant, adapter)
+        settings = await self.configs.of(tenant, adapter)
         tokenizer, config = model.tokenizer.with_tokens(settings.tokens), model.generation_config
         ends = (tokenizer.added_token(end) if isinstance(end, str) else end for end in settings.ends)
         return replace(
@@ -435,7 +426,7 @@ class Admission:
             tenant=request.tenant,
             model=manifest.name,
             base_digest=manifest.digest,
-            reply_to=self._reply_to,
+            reply_to=self.reply_to,
             adapter=adapter,
             prompt_ids=prompt_ids,
             stopping=stopping,
@@ -451,7 +442,7 @@ class Admission:
         serving = self.models.serving(manifest.name, manifest.digest)
         if not serving and not self.models.expects_worker(manifest.name, manifest.digest):
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
-        self._reach.check(manifest.name)
+        self.reach.check(manifest.name)
         return serving
 
 

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from loraplex.contracts.broker.messages import Job
@@ -43,30 +43,24 @@ STALLED_LOOK_S = 0.25
 RETRY_S = 1.0
 
 
+@dataclass(eq=False)
 class Generation:
     """Runs the requests of one router."""
 
-    def __init__(
-        self,
-        admission: Admission,
-        dispatcher: Dispatcher,
-        tokens: ResumeTokens,
-        quotas: Quotas,
-        prompts: PromptTokenizer,
-        *,
-        client_stall_s: float = math.inf,
-    ) -> None:
-        self._admission = admission
-        self._dispatcher = dispatcher
-        self._tokens = tokens
-        self._quotas = quotas
-        self._prompts = prompts
+    admission: Admission
+    dispatcher: Dispatcher
+    tokens: ResumeTokens
+    quotas: Quotas
+    prompts: PromptTokenizer
+    # Maximum seconds that a client may leave a message unread.
+    client_stall_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Begin without requests."""
         self._runs = Runs()
         # Jobs of calls that have no stream.
         self._unstreamed: set[RoutedJob] = set()
         self._draining = False
-        # Maximum seconds that a client may leave a message unread.
-        self._client_stall_s = client_stall_s
         self.rollouts = Rollouts()
 
     def drain(self) -> None:
@@ -86,9 +80,9 @@ class Generation:
         for run in self._runs:
             reader = run.routed.reader
             waited_s = 0.0 if reader.waits_since is None else time.monotonic() - reader.waits_since
-            if waited_s > self._client_stall_s:
+            if waited_s > self.client_stall_s:
                 log.info("a client has not read for %.1f s and is dropped", waited_s)
-                message = f"the client left its stream unread for {self._client_stall_s:g} s"
+                message = f"the client left its stream unread for {self.client_stall_s:g} s"
                 error = Exhausted("stream", message, retry_after_s=RETRY_S, reason="CLIENT_TOO_SLOW")
                 self._drop(run, reader, error)
 
@@ -102,7 +96,7 @@ class Generation:
 
     async def verify(self, request: Request, token: str) -> ResumePayload:
         """Return the payload of a request's resume token. Raises InvalidField or Unavailable."""
-        payload = await self._tokens.verify(token, request.tenant)
+        payload = await self.tokens.verify(token, request.tenant)
         if payload.fingerprint != request.fingerprint:
             raise InvalidField("spec", "is not what the resume_token was given for", reason="RESUME_TOKEN_MISMATCH")
         return payload
@@ -145,7 +139,7 @@ class Generation:
             request = replace(request, request_id=secrets.token_hex(8))
         if not request.rendered_at_s:
             request = replace(request, rendered_at_s=time.time())
-        sides = [await self._admission.side_of(request) if resumption is None else None]
+        sides = [await self.admission.side_of(request) if resumption is None else None]
         if (candidate := sides[0]) and candidate.is_candidate:  # the live revision answers where it fails
             sides.append(replace(candidate, resolved=candidate.live, is_candidate=False, is_counted=False))
         ends_at, begun = time.monotonic() + (deadline_s or 0.0), False
@@ -188,18 +182,18 @@ class Generation:
             job = run.routed.job
             received = resumption.received if resumption else None
             make_answer = partial(Answer, request, run.tokenizer, run.routed, received, run.chat_format)
-            answer = await self._prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
+            answer = await self.prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
             started = False
             while arrivals := await run.routed.arrivals(reader):
                 count = sum(len(arrival.token_ids) for arrival in arrivals)
                 if not started:
                     count += len(run.routed.prompt_logprobs) * (1 + (job.prompt_logprobs or 0))
-                events = await self._prompts.run(job.tenant, count, partial(answer.events_of, arrivals))
+                events = await self.prompts.run(job.tenant, count, partial(answer.events_of, arrivals))
                 answer.close_ended()
                 if run.trial is not None:
                     run.trial.read(events)
                 for event in events:
-                    token = "" if started else self._tokens.sign(run.payload, request.tenant)
+                    token = "" if started else self.tokens.sign(run.payload, request.tenant)
                     if run.budget is not None and not started:
                         run.budget.delivered = lambda: answer.completion_tokens
                     started = run.gave_token = True
@@ -224,7 +218,7 @@ class Generation:
         """Run a job that has no stream to its end. Cancelling it stops the work. Raises a CallError."""
         if self._draining:
             raise _router_draining()
-        routed = await self._dispatcher.dispatch(self._quotas.apply_plan(job))
+        routed = await self.dispatcher.dispatch(self.quotas.apply_plan(job))
         if part_of is not None:
             part_of.jobs.append(routed)
         self._unstreamed.add(routed)
@@ -236,7 +230,7 @@ class Generation:
             return routed
         finally:
             self._unstreamed.discard(routed)
-            self._dispatcher.release(routed)
+            self.dispatcher.release(routed)
 
     async def _enter(
         self,
@@ -259,17 +253,17 @@ class Generation:
             raise _router_draining()
         with self._runs.admitting(request):
             if resumption is None:
-                run = await self._admission.admit(request, deadline_s, side)
+                run = await self.admission.admit(request, deadline_s, side)
                 is_open_ended = request.stopping.max_tokens != run.job.stopping.max_tokens
-                run.job = self._quotas.apply_plan(run.job, is_open_ended=is_open_ended)
+                run.job = self.quotas.apply_plan(run.job, is_open_ended=is_open_ended)
             else:
-                run = await self._admission.readmit(request, resumption, deadline_s)
+                run = await self.admission.readmit(request, resumption, deadline_s)
             if part_of is not None:  # it is in the larger call's reservation
-                run.routed = await self._dispatcher.dispatch(run.job)
+                run.routed = await self.dispatcher.dispatch(run.job)
                 run.move_to(part_of)
             else:
                 facts, resumed = (resumption.facts, resumption.reserved) if resumption else (NO_FACTS, None)
-                run.routed, run.budget = await self._quotas.admit(self._dispatcher, run.job, facts, resumed)
+                run.routed, run.budget = await self.quotas.admit(self.dispatcher, run.job, facts, resumed)
             if side is not None and side.is_counted and self.rollouts.takes(side, request.tenant):
                 run.trial = Trial(side)
             self._runs.add(run)
@@ -283,7 +277,7 @@ class Generation:
 
         A call that ends with a CallError is not charged: its client gets nothing of it.
         """
-        budget = await self._quotas.reserve(tenant, prompt_tokens, 0, facts=Facts(request_id=request_id))
+        budget = await self.quotas.reserve(tenant, prompt_tokens, 0, facts=Facts(request_id=request_id))
         try:
             yield budget
             if budget is not None:
@@ -304,7 +298,7 @@ class Generation:
 
     def _end(self, run: Run) -> None:
         if self._runs.remove(run):
-            self._dispatcher.release(run.routed)
+            self.dispatcher.release(run.routed)
             run.settle()
             if run.trial is not None:
                 self.rollouts.count(run.trial, run.routed, complete=run.complete, begun=run.gave_token)
@@ -315,10 +309,10 @@ class Generation:
         # An older call's client has all of it.
         if older := await self._runs.find(request.tenant, request.request_id, request.fingerprint):
             self._drop(older, older.routed.reader, _taken_over(request))
-        run = await self._admission.readmit(request, resumption, deadline_s)
+        run = await self.admission.readmit(request, resumption, deadline_s)
         with suppress(Exhausted):  # its reservation has ended, with all that was used of it
             facts = resumption.facts.of_job(run.job)
-            if budget := await self._quotas.reserve(request.tenant, 0, 0, facts=facts, resumed=resumption.reserved):
+            if budget := await self.quotas.reserve(request.tenant, 0, 0, facts=facts, resumed=resumption.reserved):
                 await budget.finish()
         run.routed = RoutedJob(run.job)
         return Message(run.summary(resumption.received_tokens))
