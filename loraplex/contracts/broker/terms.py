@@ -31,44 +31,26 @@ PASSES_PER_TENANT = 16
 REDISPATCHED_PER_SCAN = 64
 # Maximum scans of one claim that finds no job; the worker's next claim goes on where this one ended.
 SCANS_PER_CLAIM = 8
-# Maximum jobs that a scan looks at without a free row, to learn which adapters to fetch beforehand; and of one tenant
-# where it also looks for a job of a tenant below its share. At most half of them are redispatched jobs then.
+# Maximum jobs that a scan looks at without a free row, to learn which adapters to fetch beforehand.
 LOOKAHEAD_LIMIT = 16
-LOOKAHEAD_PER_TENANT = 4
-# Maximum places of a tenant's queue that a scan reads at once.
-PLACES_AT_ONCE = 8
 # Minimum number of the last arrivals that are kept for workers that have looked at all older jobs.
 NEWS_LIMIT = 64
 # Number of last digits of a digest by which a claim names the worker's adapters. One that is taken for another changes
 # where a job runs, or what it is charged for a load, and nothing else.
 ADAPTER_DIGITS = 16
-# Maximum adapter requests that a claim answers with.
-ADAPTER_REQUESTS_LIMIT = 4
-# Maximum jobs past their deadline that a scan removes.
-EXPIRED_PER_SCAN = 64
 
 # Time in ms that a job is held for a worker that its adapter prefers; shorter than loading the adapter elsewhere.
 HOLD_MS = 50
 # The homes of adapters (broker/lua/demand.lua).
-# Time in ms in which the demand for an adapter falls to 1/e, the maximum number of adapters whose demand is kept, and
-# the maximum number of those beyond it that a census drops, which each router takes twice a second.
+# Time in ms in which the demand for an adapter falls to 1/e, and the maximum number of adapters whose demand is kept.
 DEMAND_MS = 30_000
 DEMAND_LIMIT = 16_384
-TRIMMED_AT_ONCE = 4_000
-# Percentage of a worker's rows that one adapter is to take: for more demand it has further homes. They are given up
-# once the others would have less than HOMES_KEPT_PERCENT of that: chance is not to add and remove homes in turns.
+# Percentage of a worker's rows that one adapter is to take: for more demand it has further homes.
 HOME_PERCENT = 25
-HOMES_KEPT_PERCENT = 70
-# Maximum number of adapters with several homes.
-HOT_LIMIT = 256
 # Time in ms after which the job that is first in line reserves a worker, which then makes room for it.
 PATIENCE_MS = 500
 # Time in ms after which a waiting job of a tenant below its share may have a row that another tenant's job is using.
 BELOW_SHARE_MS = 100
-# Time in ms for which a worker that failed a job does not get its next attempt: then any worker is better than none.
-BARRED_MS = 3_000
-# Time in ms that a reservation lasts; each claim of the reserved worker renews it.
-RESERVE_MS = 3_000
 # Time in ms for which a worker's count of free rows is believed; workers claim at least once a second.
 FREE_ROWS_MS = 1_500
 # Time in ms for which all routers are told the same roll of workers: half of the interval of a router's censuses.
@@ -78,38 +60,24 @@ WORKER_TTL_MS = 3_000
 # Time in ms after a router's last beat at which it is taken for dead, unless no router has beaten for ROUTERS_QUIET_MS.
 ROUTER_TTL_MS = 3_000
 ROUTERS_QUIET_MS = 1_500
-# Time in ms after a router's beat within which another one is not recorded.
-ROUTER_BEAT_MS = 250
 # Time in ms for which a claimed job's charges are remembered after its last usage report.
 CHARGE_RECORD_MS = 15_000
 # Time in ms for which the refund of a job that never ran is remembered: its next claim charges the prompt again.
 REFUND_RECORD_MS = 120_000
-# Interval in ms over which the claim rate is measured, the time from which on a measurement counts, and the time after
-# which it tells nothing: claims had stopped, or Redis's clock was put forward.
-CLAIM_RATE_MS = 10_000
+# Time in ms from which on a measurement of the claim rate counts.
 CLAIM_RATE_MIN_MS = 2_000
-CLAIM_RATE_MAX_MS = 60_000
 # Maximum tenants whose waiting work is read for an estimate of when a job's turn comes; that of others is reckoned.
 TENANTS_PER_ESTIMATE = 32
-# Tenants that become active in one moment get counters that differ by a part of a token, in their order: the number of
-# them in a token, and their maximum number.
-LIFTS_PER_TOKEN = 1_024
-LIFTS_LIMIT = 1 << 16
 # Maximum counter, in tokens over a weight: up to there a counter keeps parts of a token. Beyond it the lowest one is
 # subtracted from all.
 COUNTERS_LIMIT = 1 << 40
-# A first attempt is refused when its turn comes later than this many times its deadline: the estimate is rough.
-DEADLINE_DOUBT = 2
 # Maximum lead of a tenant whose resumed job goes before newcomers, as the time in ms in which the whole cell claims so
 # much work, and its minimum in charged tokens: some 50 answers of 1,000 tokens. A tenant that is further ahead cannot
 # pass others by resuming answers.
 RESUME_LEAD_MS = 60_000
 RESUME_LEAD_WORK = 100_000
-# Maximum jobs that one enqueue displaces, and maximum tenants of which it corrects the use of the queue.
+# Maximum jobs that one enqueue displaces.
 DISPLACED_PER_ENQUEUE = 64
-USES_PER_ENQUEUE = 256
-# Time in ms for which a displaced job is remembered; its router looks for it every quarter of a second.
-DISPLACED_MS = 30_000
 # Maximum resume keys that are kept: each lost Redis or rotation adds one.
 RESUME_KEYS_LIMIT = 8
 # Maximum wake-ups in a list; more of them than idle workers are of no use.
@@ -117,16 +85,8 @@ WAKE_LIMIT = 64
 # Maximum wake-ups that workers pass on in an interval, in ms, because they could not use them: each costs a claim.
 PASSED_ON_LIMIT = 50
 PASSED_ON_MS = 100
-# Time in ms after its arrival for which a job is a reason to pass a wake-up on; later all workers have looked at it.
-YOUNG_MS = 500
 # Number of a router's looks at its waiting jobs in which each job is looked for in its queue once.
 LOOKS_PER_CHECK = 8
-# Number of waiting jobs, drawn by chance, that a census looks for.
-LOST_IDS_PER_CENSUS = 4
-# Number of claimed jobs' charges, drawn by chance, of which a census drops those that are old.
-CHARGES_PER_CENSUS = 32
-# Number of tenants with a queue, drawn by chance, whose queue's type a census checks.
-QUEUES_PER_CENSUS = 64
 # Time in seconds that a sealed job is valid. Its router seals it anew after half of that while it waits. Clocks of
 # routers and workers may differ by minutes.
 SEALED_JOB_S = 900.0
@@ -139,10 +99,9 @@ SEALED_JOB_S = 900.0
 #     deaths with other adapters before it        -      1      2      3 and more
 #     refused: all jobs of the tenant             -      1 min  5 min  25 min to 1 h
 #
-# Time in ms for which jobs are refused after a first death, by how much it grows with each further one, and its
-# maximum; and the time in ms after which a death is forgotten.
+# Time in ms for which jobs are refused after a first death, which grows with each further one, and its maximum; and the
+# time in ms after which a death is forgotten.
 QUARANTINE_MS = 60_000
-QUARANTINE_GROWTH = 5
 QUARANTINE_LIMIT_MS = 3_600_000
 DEATHS_MEMORY_MS = 3_600_000
 
@@ -159,18 +118,12 @@ PRIORITY_LIMIT = 100
 PLACE_BYTES = 35
 TURN_BYTE = 4
 ARRIVAL_BYTE = 19
-# Maximum turn of a job, in tokens over a weight: it has 14 digits in a place.
-TURNS_LIMIT = 10**14 - 1
-# Rows of a job that runs alone: more than any worker has, which means all rows of one worker; and by how many places
-# it goes before other redispatched jobs.
+# Rows of a job that runs alone: more than any worker has, which means all rows of one worker.
 ALL_ROWS = 1 << 16
-WHOLE_WORKERS_FIRST = 1 << 50
 
 # The ledger (broker/ledger.py).
 # Time in ms after a router's last renewal, which comes every second, after which others end its reservations.
 HELD_MS = 10_000
-# Time in ms for which a reservation that has ended stays in Redis, so that a resumed request finds what it was charged.
-ENDED_RECORD_MS = 120_000
 # Maximum reservations of dead routers that one renewal ends: a function stops the whole server while it runs.
 EXPIRED_AT_ONCE = 256
 # Time in ms in which routers tell a ledger that has lost data what they know, before it grants anything.
@@ -183,8 +136,6 @@ LOAD_LOOK_MS = 250
 FREE_RESUMES = 8
 # Time in ms after which a tenant with all its streams is to call again.
 STREAM_RETRY_MS = 1_000
-# Time in ms for which an account stays in Redis after its last change: longer than a month.
-ACCOUNT_MS = 3_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

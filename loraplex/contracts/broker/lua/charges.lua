@@ -3,6 +3,9 @@
 -- charges again, and the time of the last change. A census drops the records that nothing has changed for long.
 local charges = {}
 
+-- Number of claimed jobs' charges, drawn by chance, of which a census drops those that are old.
+local CHARGES_PER_CENSUS = 32
+
 -- Return a record's values. Raises an error on those that this library cannot have packed.
 function charges.checked(_, tenant, weight, attempt, tokens, refundable, refunded, changed)
   if tenant >= '' and weight > 0 and attempt >= 0 and tokens >= 0 and refundable >= 0 and refunded >= 0 and changed >= 0

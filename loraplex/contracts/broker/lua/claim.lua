@@ -6,6 +6,16 @@
 local claim = {}
 
 local TAKEN, PASSED, GONE, LOST = 1, 2, 3, 4
+-- Maximum jobs of one tenant that a scan looks at without a free row where it also looks for a job of a tenant below its
+-- share; at most half of them are redispatched jobs then. Maximum places of a tenant's queue that a scan reads at once,
+-- jobs past their deadline that it removes, and adapter requests that a claim answers with.
+local LOOKAHEAD_PER_TENANT, PLACES_AT_ONCE, EXPIRED_PER_SCAN, ADAPTER_REQUESTS_LIMIT = 4, 8, 64, 4
+-- Time in ms for which a worker that failed a job does not get its next attempt: then any worker is better than none.
+local BARRED_MS = 3000
+-- Time in ms that a reservation lasts; each claim of the reserved worker renews it.
+local RESERVE_MS = 3000
+-- Time in ms after its arrival for which a job is a reason to pass a wake-up on; later all workers have looked at it.
+local YOUNG_MS = 500
 
 -- Return a scan, of the arguments that broker/claims.py sends. It is made at once, because a table that grows costs
 -- time.

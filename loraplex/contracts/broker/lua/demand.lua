@@ -9,6 +9,12 @@ local demand = {}
 -- The member that has the work of all jobs, those without an adapter too. More work than MOST_WORK has not come: a score
 -- of so much is from before the clock went back.
 local ALL, MOST_WORK, MOST_HOMES = '*', 1e10, 1e6
+-- Maximum number of adapters beyond DEMAND_LIMIT that a census drops, which each router takes twice a second; and of
+-- adapters with several homes.
+local TRIMMED_AT_ONCE, HOT_LIMIT = 4000, 256
+-- Homes are given up once the others would have less than so many percent of HOME_PERCENT: chance is not to add and
+-- remove homes in turns.
+local HOMES_KEPT_PERCENT = 70
 
 -- Return how much work is left by a score.
 function demand.left(call, score)

@@ -1,6 +1,17 @@
 -- The way of a job into the queue: limits, its place, and room in a full queue.
 local enqueue, uses = {}, {}
 
+-- A first attempt is refused when its turn comes later than this many times its deadline: the estimate is rough.
+local DEADLINE_DOUBT = 2
+-- Maximum tenants of which one enqueue corrects the use of the queue.
+local USES_PER_ENQUEUE = 256
+-- Time in ms for which a displaced job is remembered; its router looks for it every quarter of a second.
+local DISPLACED_MS = 30000
+-- Maximum turn of a job, in tokens over a weight: it has 14 digits in a place.
+local TURNS_LIMIT = 1e14 - 1
+-- Number of places by which a job that needs a whole worker goes before other redispatched jobs.
+local WHOLE_WORKERS_FIRST = 2 ^ 50
+
 -- Shares of a full queue. A tenant's use is the larger of its shares of jobs and bytes, over its weight, as in Ghodsi
 -- et al., Dominant Resource Fairness, 2011. A job whose tenant would have a lower use than another displaces the last
 -- job of the tenant with the highest. So a tenant is refused only where no tenant uses more of the queue than it would

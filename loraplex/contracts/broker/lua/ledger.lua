@@ -19,6 +19,9 @@ local RESERVATION = {id = '', holder = '', accounts = '', facts = '', at_ms = 0,
   sent = 0}
 -- A wait in ms that has no end.
 local NEVER_MS = 2 ^ 53
+-- Time in ms for which a reservation that has ended stays, so that a resumed request finds what it was charged; and an
+-- account after its last change, longer than a month.
+local ENDED_RECORD_MS, ACCOUNT_MS = 120000, 3000000000
 
 -- Return the key of the row of a router that is gone, which no renewal reads, for when it comes back.
 function ledger.ended_row(router) return LEDGER .. 'ended:' .. router end

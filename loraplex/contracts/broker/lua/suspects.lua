@@ -1,6 +1,9 @@
 -- Jobs that kill engines: suspects begin apart from other tenants' jobs, and what was proved is in quarantine.
 local quarantine, suspects = {}, {}
 
+-- Factor by which the time grows for which jobs are refused, with each further death.
+local QUARANTINE_GROWTH = 5
+
 -- The quarantine has tenants, and their use of an adapter, whose jobs are refused for a while because they killed
 -- engines (see broker/terms.py). A subject is a tenant, or a tenant, a space and an adapter's digest, empty for the
 -- base model.

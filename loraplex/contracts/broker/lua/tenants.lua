@@ -1,6 +1,13 @@
 -- What the queue keeps of tenants: totals over their waiting jobs, and their counters of service (see broker/terms.py).
 local tenants = {}
 
+-- Interval in ms over which the claim rate is measured, and the time after which a measurement tells nothing: claims had
+-- stopped, or Redis's clock was put forward.
+local CLAIM_RATE_MS, CLAIM_RATE_MAX_MS = 10000, 60000
+-- Tenants that become active in one moment get counters that differ by a part of a token, in their order: the number of
+-- them in a token, and their maximum number.
+local LIFTS_PER_TOKEN, LIFTS_LIMIT = 1024, 65536
+
 -- Totals are a packed record for each tenant with jobs: bytes and work of its newcomers and of its jobs that have
 -- begun, its weight, and whether its newcomers have turns (see jobs.lua). Work is in charged tokens, as though every
 -- answer had its full length. A record of the cell is beside them: the bytes of both kinds in all, the counter that the

@@ -2,6 +2,9 @@
 -- routers keep and remove: dead letters, operators' commands, pins, resume keys, a tenant's data.
 local upkeep = {}
 
+-- Number of waiting jobs that a census looks for, and of tenants whose queue's type it checks, both drawn by chance.
+local LOST_IDS_PER_CENSUS, QUEUES_PER_CENSUS = 4, 64
+
 -- Forget how many jobs of each of a tenant's keys wait: its queue was lost.
 function upkeep.forget_counts_of_keys(call, tenant)
   local key = turns.hash_of(call, tenant)

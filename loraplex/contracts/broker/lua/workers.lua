@@ -1,6 +1,9 @@
 -- Live routers and workers, the free rows that workers reported, and the lists that wake idle workers.
 local routers, workers = {}, {}
 
+-- Time in ms after a router's beat within which another one is not recorded.
+local ROUTER_BEAT_MS = 250
+
 -- A router lives for ROUTER_TTL_MS after its last beat. The clock may go back: where another server takes over, or it
 -- was wrong before. Then the last beat is later than now.
 
