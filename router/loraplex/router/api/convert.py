@@ -46,7 +46,6 @@ from loraplex.router.request import (
     Summary,
     Tool,
     ToolCall,
-    ToolCallDelta,
     ToolMode,
     WeightedAdapter,
 )
@@ -62,6 +61,12 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MODES = {pb.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO} | {
     pb.ToolMode.Value(f"TOOL_MODE_{mode.name}"): mode for mode in ToolMode
 }
+
+
+def check_most(field: str, number: int, most: int, unit: str = "") -> None:
+    """Raise InvalidField where a field has a larger number than the maximum, or more of a unit."""
+    if number > most:
+        raise InvalidField(field, f"{number} {unit}; at most {most}" if unit else f"{number}; at most {most}")
 
 
 def read_chat(chat: pb.Chat) -> Chat:
@@ -125,8 +130,7 @@ def _tool_call(field: str, call: pb.ToolCall) -> ToolCall:
 
 
 def _tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
-    if len(tools) > TOOLS:
-        raise InvalidField("chat.tools", f"{len(tools)} tools; at most {TOOLS}")
+    check_most("chat.tools", len(tools), TOOLS, "tools")
     if sum(tool.ByteSize() for tool in tools) > TOOLS_BYTES:
         raise InvalidField("chat.tools", f"are larger than {TOOLS_BYTES} bytes")
     seen: set[str] = set()
@@ -171,12 +175,6 @@ def read_request_id(request_id: str) -> str:
 
 # Maximum characters of a session's id, which may be whatever an application calls a conversation or a user.
 SESSION_ID_CHARACTERS = 256
-
-
-def _session_id(session_id: str) -> str:
-    if len(session_id) > SESSION_ID_CHARACTERS:
-        raise InvalidField("session_id", f"{len(session_id)} characters; at most {SESSION_ID_CHARACTERS}")
-    return session_id
 
 
 # Number of ids that are read at once: between two such pieces a thread gives way to the event loop.
@@ -301,12 +299,11 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     """Return the request in a message. Raises InvalidField or NotBuilt, naming the field."""
     field, prompt = read_prompt(spec)
     interval = spec.output.stream_interval if spec.output.HasField("stream_interval") else 1
-    if interval > STREAM_INTERVAL:
-        raise InvalidField("output.stream_interval", f"{interval}; at most {STREAM_INTERVAL}")
+    check_most("output.stream_interval", interval, STREAM_INTERVAL)
     n, best_of = _choices(spec.output)
     format_field, grammar = read_format(spec, tenant)
-    if abs(spec.priority) > PRIORITY_LIMIT:
-        raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
+    check_priority(spec.priority)
+    check_most("session_id", len(spec.session_id), SESSION_ID_CHARACTERS, "characters")
     return Request(
         tenant=tenant,
         prompt=prompt,
@@ -332,19 +329,24 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         if spec.output.HasField("prompt_logprobs")
         else None,
         priority=spec.priority,
-        session_id=_session_id(spec.session_id),
+        session_id=spec.session_id,
         format_field=format_field,
         grammar=grammar,
         fingerprint=hashlib.sha256(spec.SerializeToString(deterministic=True)).hexdigest(),
     )
 
 
+def check_priority(priority: int) -> None:
+    """Raise InvalidField on a priority out of range."""
+    if abs(priority) > PRIORITY_LIMIT:
+        raise InvalidField("priority", f"{priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
+
+
 def read_adapters(spec: pb.GenerateSpec | pb.EncodeSpec) -> tuple[WeightedAdapter, ...]:
     """Return the parts of a weighted set. Raises InvalidField."""
     if spec.adapter and spec.adapters:
         raise InvalidField("adapters", "give either adapter or adapters")
-    if len(spec.adapters) > ADAPTERS:
-        raise InvalidField("adapters", f"{len(spec.adapters)} adapters; at most {ADAPTERS}")
+    check_most("adapters", len(spec.adapters), ADAPTERS, "adapters")
     seen = set()
     for index, part in enumerate(spec.adapters):
         if not part.adapter:
@@ -369,8 +371,7 @@ def _choices(output: pb.Output) -> tuple[int, int]:
 
 
 def _logprobs(field: str, value: int) -> int:
-    if value > LOGPROBS:
-        raise InvalidField(field, f"{value}; at most {LOGPROBS}")
+    check_most(field, value, LOGPROBS)
     return value
 
 
@@ -394,12 +395,8 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
     if not message.ByteSize():
         return _NEUTRAL
     set_fields = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
-    if len(message.logit_bias) > LOGIT_BIASES:  # before they are sorted
-        raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")
-    if len(message.allowed_token_ids) > ALLOWED_TOKEN_IDS:
-        raise InvalidField(
-            "sampling.allowed_token_ids", f"{len(message.allowed_token_ids)} ids; at most {ALLOWED_TOKEN_IDS}"
-        )
+    check_most("sampling.logit_bias", len(message.logit_bias), LOGIT_BIASES, "entries")  # before they are sorted
+    check_most("sampling.allowed_token_ids", len(message.allowed_token_ids), ALLOWED_TOKEN_IDS, "ids")
     if message.HasField("default_temperature"):
         set_fields.setdefault("temperature", message.default_temperature)
     params = SamplingParams(
@@ -422,8 +419,7 @@ def _bad_words(message: pb.Sampling) -> tuple[str, ...]:
 
 
 def _strings(field: str, texts: Sequence[str], most: int, characters: int) -> tuple[str, ...]:
-    if len(texts) > most:
-        raise InvalidField(field, f"{len(texts)} strings; at most {most}")
+    check_most(field, len(texts), most, "strings")
     if not all(0 < len(text) <= characters for text in texts):
         raise InvalidField(field, f"each string has 1 to {characters} characters")
     return tuple(texts)
@@ -432,8 +428,7 @@ def _strings(field: str, texts: Sequence[str], most: int, characters: int) -> tu
 def _stopping(message: pb.Stopping) -> Stopping:
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
     stop = _strings("stopping.stop", message.stop, STOP_STRINGS, STOP_CHARACTERS)
-    if len(message.stop_token_ids) > STOP_TOKEN_IDS:
-        raise InvalidField("stopping.stop_token_ids", f"{len(message.stop_token_ids)} ids; at most {STOP_TOKEN_IDS}")
+    check_most("stopping.stop_token_ids", len(message.stop_token_ids), STOP_TOKEN_IDS, "ids")
     if max_tokens is not None and message.min_tokens > max_tokens:
         raise InvalidField("stopping.min_tokens", f"{message.min_tokens} is more than max_tokens ({max_tokens})")
     return Stopping(
@@ -500,7 +495,8 @@ def write_message(message: Message, written: pb.GenerateEvent) -> None:
             delta.token_ids.extend(event.token_ids)
             _add_logprobs(event.logprobs, delta.logprobs.add)
             delta.text_lengths.extend(event.text_lengths)
-            delta.tool_calls.extend(map(_write_tool_call, event.tool_calls))
+            for part in event.tool_calls:
+                delta.tool_calls.add(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
         case PromptLogprobs():
             written.prompt_logprobs.SetInParent()
             _add_logprobs(event.tokens, written.prompt_logprobs.tokens.add)
@@ -535,10 +531,6 @@ def _add_logprobs(tokens: Iterable[TokenLogprobs], add: Callable[..., pb.TokenLo
         alternatives = add(logprob=token.logprob).alternatives
         for token_id, logprob in token.alternatives:
             alternatives.add(token_id=token_id, logprob=logprob)
-
-
-def _write_tool_call(part: ToolCallDelta) -> pb.ToolCallDelta:
-    return pb.ToolCallDelta(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
 
 
 async def read_spec(spec: pb.GenerateSpec, tenant: str, models: Models, prompts: PromptTokenizer) -> Request:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from loraplex.contracts.broker.terms import PRIORITY_LIMIT
 from loraplex.contracts.options import Pooling, Task
-from loraplex.router.api.convert import read_adapters, read_request_id
+from loraplex.router.api.convert import check_priority, read_adapters, read_request_id
 from loraplex.router.catalog.adapters import Classifier
 from loraplex.router.generation.unary_calls import Vector
 from loraplex.router.request import EncodeInput, EncodeRequest, Summary, TextPair
@@ -43,8 +42,7 @@ def read_classify(request: pb.ClassifyRequest, tenant: str) -> EncodeRequest:
 def _read(spec: pb.EncodeSpec, tenant: str, task: Task, pooling: Pooling) -> EncodeRequest:
     if not 1 <= len(spec.inputs) <= INPUTS:
         raise InvalidField("inputs", f"{len(spec.inputs)} texts; give 1 to {INPUTS}")
-    if abs(spec.priority) > PRIORITY_LIMIT:
-        raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
+    check_priority(spec.priority)
     read = [_read_input(index, message) for index, message in enumerate(spec.inputs)]
     return EncodeRequest(
         tenant=tenant,

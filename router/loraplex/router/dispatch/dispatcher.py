@@ -152,6 +152,7 @@ class Dispatcher:
         asyncio.get_running_loop().call_later(self._timing.late_enqueue_s, self._outbox.finish, routed.job, cell)
 
     async def _enqueue(self, routed: RoutedJob, asked: Asked | None) -> None:
+        """Put a new job into the queue, once that is reached. Raises CallError, and what Ledger.reserve does."""
         job = routed.job
         try:
             with self._metrics.enqueue_time.time():

@@ -216,14 +216,14 @@ class Answer:
         if self._ranking is not None:
             # A client has ranked answers, and nothing of the candidates themselves.
             received_choices = {}
-        self._open = {choice for choice in range(routed.job.n) if not _finished_before(received_choices, choice)}
+        received_before = [received_choices.get(choice, Received()) for choice in range(routed.job.n)]
+        self._open = {choice for choice, before in enumerate(received_before) if not before.finished}
         self._counted = frozenset(self._open)
         # Choices that have ended since the last `close_ended`.
         self._ended: list[int] = []
         self._received_tokens = sum(len(choice.token_ids) for choice in received_choices.values() if choice.finished)
         # A client that resumes has got a first message, and these are in the first.
         self._prompt_logprobs_due = request.prompt_logprobs is not None and received is None
-        received_before = [received_choices.get(choice, Received()) for choice in range(routed.job.n)]
         # The deltas of the prompt's text, by choice, until they are sent; a ranking sends its own.
         self._echoes = (
             {c: echo.deltas(c, received_before[c]) for c in self._open} if request.echo and not self._ranking else {}
@@ -281,10 +281,6 @@ class Answer:
         """Close the choices that have ended, some by a stop string, which their worker does not know."""
         while self._ended:
             self._routed.close_choice(self._ended.pop())
-
-
-def _finished_before(received: Mapping[int, Received], choice: int) -> bool:
-    return choice in received and received[choice].finished
 
 
 class _PendingToken(msgspec.Struct, frozen=True):
