@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -34,7 +34,6 @@ from loraplex.router.catalog.adapters import AdapterConfigs
 from loraplex.router.catalog.cells import LOOK_S, CellServers, connect_cells
 from loraplex.router.catalog.models import Models
 from loraplex.router.catalog.store_client import KEYS_LOOK_S, KeyCopy, StoreClient
-from loraplex.router.dispatch.block_feed import BlockFeed
 from loraplex.router.dispatch.cells import Cells
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import RelayReach
@@ -60,8 +59,8 @@ from loraplex.runtime.rpc.server import Server, channel_options, relay_options, 
 from loraplex.runtime.rpc.tasks import every, unless_stopped
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.telemetry.logging import LogOnce
-from loraplex.runtime.telemetry.metrics import Health, serve_metrics
-from loraplex.runtime.telemetry.tracing import set_up_tracing
+from loraplex.runtime.telemetry.metrics import serve_metrics
+from loraplex.runtime.telemetry.tracing import Spans, set_up_tracing
 from loraplex.runtime.tenancy.access import GuardedServers
 from loraplex.runtime.tenancy.api_keys import KeyDirectory
 from loraplex.runtime.tenancy.audit_log import AuditLog
@@ -77,76 +76,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def make_servers(
-    settings: Settings,
-    tls: TlsFiles | None,
-    telemetry: RequestTelemetry,
-    store: StoreClient,
-    auditor: Auditor,
-    seals: Seals | None,
-    shared_ports: bool,
-) -> tuple[GuardedServers, RelayAccess]:
-    """Return the servers for tenants and operators, and the relay's; all report whom they refuse.
-
-    `shared_ports`: other processes may listen on the ports of tenants as well.
-    """
-    keys = KeyDirectory(stale_s=settings.store_away_s)
-    telemetry.metrics.keys_age.set_function(keys.age_s)
-    if tls is not None:
-        telemetry.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
-    follow_keys = partial(every, KEYS_LOOK_S, KeyCopy(store, keys).look)
-
-    def refused(method: str, caller: Principal | None, error: CallError, peer: str) -> None:
-        telemetry.refused_caller(method, caller, error)
-        auditor.refused(method, caller, error, peer)
-
-    if seals is not None:  # what is not opened is reported as callers are
-        seals.on_refused = lambda kind, error: refused(
-            f"redis/{kind}", None, PermissionDenied(str(error), error.reason), "redis:"
-        )
-    make = partial(_server, settings, telemetry, auditor, shared_ports)
-    return GuardedServers(settings, tls, make, keys, refused, follow_keys), RelayAccess(tls, refused)
-
-
-def add_services(
-    servers: GuardedServers,
-    settings: Settings,
-    inference: InferenceService,
-    cluster: ClusterService,
-    dispatcher: Dispatcher,
-    commands: AdapterCommands,
-    block_feed: BlockFeed,
-    waits_for: Callable[[], str],
-) -> None:
-    """Serve the services, where the permissions table lets somebody call them.
-
-    `waits_for` returns what is missing before requests can be served, or nothing.
-    """
-    servers.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
-    servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
-    if settings.engine_protocol:
-        parts = inference, dispatcher, commands, block_feed, settings.engine_adapter, waits_for
-        servers.add(_engine_protocol(settings).SglangScheduler(*parts).register)
-
-
 def _engine_protocol(settings: Settings) -> Any:
     """Import the module of the protocol, whose package need not be installed where it is not served."""
     return import_module(ENGINE_PROTOCOLS[settings.engine_protocol])
-
-
-def _server(
-    settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, shared_ports: bool, guard: Guard, port: Port
-) -> Server:
-    meter = CallMeter(*telemetry.metrics.calls, COUNTED_METHODS)
-    if port is Port.OPERATORS:
-        return Server(guard, outer=[meter], interceptors=[auditor])
-    open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
-    inner: list[Interceptor] = [open_calls, auditor]
-    if settings.engine_protocol:
-        inner.insert(0, _engine_protocol(settings).UnnamedCallers(settings.engine_tenant))
-    # More calls of one connection than the limit of open calls, so that this limit refuses them.
-    options = [*channel_options(), ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)]
-    return Server(guard, outer=[meter], interceptors=inner, options=options, shared_ports=shared_ports)
 
 
 class RelayAccess:
@@ -170,10 +102,9 @@ class RelayAccess:
         self._service.add_to(self.server)
         return self._service
 
-    def serve_tenant_data(self, data: RouterData, record: Callable[..., None]) -> RouterData:
+    def serve_tenant_data(self, data: RouterData, record: Callable[..., None]) -> None:
         """Let other routers remove this router's data of tenants; `record` keeps an event of the audit log."""
         relay_pb2_grpc.add_TenantDataServiceServicer_to_server(TenantDataService(data, record), self.server.services)
-        return data
 
     def bind(self, host: str, port: int) -> int:
         """Listen; return the port. Raises PortInUse."""
@@ -235,115 +166,217 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     supervisor sends one, and whoever stops the whole group another.
     Raises AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
-    stop, store = (
+    stop, metrics, spans = (
         stop_signal(second_ends=not supervised),
-        StoreClient(settings.store, tls := settings.tls_files(), settings.store_away_s),
+        RouterMetrics(),
+        set_up_tracing("router", os.environ),
     )
-    plans = Plans(store)
-    metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host_of_operators(settings.host), settings.metrics_port)
     servers = await unless_stopped(stop, connect_cells(settings.redis_url, settings.cell_addresses))
     if servers is None:
         return
-    models = _models(settings, store, servers, seals := seals_of(tls, settings.job_key), metrics, plans)
-    cells = Cells(servers.names, (reach := RelayReach(metrics)).linked, DrainedCells(servers.home))
-    dispatcher = _dispatcher(settings, models, reach, plans, metrics, cells)
-    telemetry = RequestTelemetry(metrics, spans, models)
-    auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))
-    prompts, proofs, configs = PromptTokenizer(), GrammarProofs(), AdapterConfigs(store)
-    quotas = _quotas(settings, servers.home, plans, metrics, store)
-    public, relay = make_servers(settings, tls, telemetry, store, auditor, seals, supervised)
-    commands = AdapterCommands(models, store)
-    resume_keys, relay_service = resume_keys_of(settings, servers.home, seals), relay.service(dispatcher, metrics)
-    following: asyncio.Task[None] | None = None
-    generation: Generation | None = None
+    router = Router(settings, metrics, spans, servers, shared_ports=supervised)
     try:
-        relay_port = relay.bind(settings.relay_host, settings.relay_port)
-        reply_to = reach.address = f"{settings.relay_name}:{relay_port}"
-        models.announce(reply_to)
-        await asyncio.gather(resume_keys.look(), plans.look())
-        admission = Admission(models, store, configs, reply_to, reach, prompts, proofs)
-        generation = Generation(
-            *(admission, dispatcher, ResumeTokens(resume_keys, ResumeEpochs(store, public.keys)), quotas, prompts),
-            client_stall_s=settings.client_stall_s,
-        )
-        data = relay.serve_tenant_data(
-            RouterData(dispatcher, store, configs, prompts, proofs, quotas, generation.rollouts), auditor.record
-        )
-        cluster = ClusterService(
-            *(models, dispatcher, metrics, commands),
-            CellPurge(models, data, relay_service.forgets, reply_to, tls),
-            *(resume_keys, CellCommands(models, cells)),
-        )
-        add_services(
-            public,
-            settings,
-            InferenceService(generation, admission, telemetry),
-            cluster,
-            dispatcher,
-            commands,
-            relay_service.block_feed,
-            lambda: models.waits_for() or reach.waits_for(),
-        )
-        addresses = public.bind(settings.host, settings.port)
-        await relay.server.start()
-        await public.start()
-        await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id, tls))
-        _say_ready(addresses, metrics)
-        following = asyncio.create_task(
-            _follow(
-                dispatcher.redispatch_missing(),
-                every(LOOK_S, models.look_at_store),
-                every(KEYS_S, resume_keys.look),
-                public.follow(),
-                every(STALLED_LOOK_S, generation.drop_stalled),
-                *(
-                    every(POLICY_LOOK_S, EvictionWatch(one, metrics.evicted_keys.inc).look, passing=REDIS_DOWN)
-                    for one in servers.clients
-                ),
-                quotas.follow(),
-                every(WINDOW_S, auditor.flush),
-                every(PINS_S, partial(renew_pins, models)),
-                every(REPORT_S, partial(generation.rollouts.report, store)),
-                _follow_workers(public, models, dispatcher, reach, cells, metrics.health),
-                *([every(LOOK_S, cells.look_at_drained, passing=REDIS_DOWN)] if len(servers.cells) > 1 else []),
-                every(REFRESH_S, partial(refresh_gauges, metrics, models, dispatcher)),
-            )
-        )
-        await _run_until(stop, following)
+        await router.start(stop)
+        await router.follow_until(stop)
     finally:
-        # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
-        await _drain(public, generation, settings.drain_s, metrics.health, store, relay_service.block_feed)
-        if following is not None:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-        await dispatcher.drain_tasks()
-        await quotas.drain(HAND_OVER_S)
-        await relay.stop(HAND_OVER_S)
-        for closing in (prompts, proofs, auditor):
-            closing.close()
-        await asyncio.gather(store.close(), *(one.aclose() for one in servers.clients))
+        await router.stop()
         if metrics_server is not None:
             metrics_server.close()
         await asyncio.to_thread(spans.close)
 
 
-def _models(
-    settings: Settings,
-    store: StoreClient,
-    servers: CellServers,
-    seals: Seals | None,
-    metrics: RouterMetrics,
-    plans: Plans,
-) -> Models:
-    models = Models(
-        *(store, servers.cells, settings.queue_limits),
-        seals=seals,
-    )
-    models.default_model, models.scales_from_zero = plans.default_model, settings.scale_from_zero
-    models.use_generation_config = settings.generation_config == "auto"
-    models.unset_max_tokens = settings.default_max_tokens
-    return models
+class Router:
+    """A router's parts, their start and their ordered stop.
+
+    `shared_ports`: other processes may listen on the ports of tenants as well.
+    """
+
+    def __init__(
+        self, settings: Settings, metrics: RouterMetrics, spans: Spans, servers: CellServers, *, shared_ports: bool
+    ) -> None:
+        self.settings, self.metrics, self.servers, self.shared_ports = settings, metrics, servers, shared_ports
+        self.tls = settings.tls_files()
+        self.seals = seals_of(self.tls, settings.job_key)
+        self.store = StoreClient(settings.store, self.tls, settings.store_away_s)
+        self.plans = Plans(self.store)
+        self.models = Models(self.store, servers.cells, settings.queue_limits, seals=self.seals)
+        self.models.default_model, self.models.scales_from_zero = self.plans.default_model, settings.scale_from_zero
+        self.models.use_generation_config = settings.generation_config == "auto"
+        self.models.unset_max_tokens = settings.default_max_tokens
+        self.reach = RelayReach(metrics)
+        self.cells = Cells(servers.names, self.reach.linked, DrainedCells(servers.home))
+        self.dispatcher = _dispatcher(settings, self.models, self.reach, self.plans, metrics, self.cells)
+        self.telemetry = RequestTelemetry(metrics, spans, self.models)
+        self.auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))
+        self.prompts, self.proofs, self.configs = PromptTokenizer(), GrammarProofs(), AdapterConfigs(self.store)
+        path, url = settings.usage_file, settings.usage_url
+        usage = UsageLog(servers.home, Path(path), metrics, url) if path else None
+        self.quotas = Quotas(Ledger(servers.home), self.plans, metrics, usage, self.store)
+        self.commands = AdapterCommands(self.models, self.store)
+        self.resume_keys = resume_keys_of(settings, servers.home, self.seals)
+        self.public = self._make_public_servers()
+        self.relay = RelayAccess(self.tls, self._refused)
+        self.relay_service = self.relay.service(self.dispatcher, metrics)
+        # Once the relay has an address, and once it serves.
+        self.generation: Generation | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    def _make_public_servers(self) -> GuardedServers:
+        """Return the servers for tenants and operators, which report whom they refuse."""
+        keys = KeyDirectory(stale_s=self.settings.store_away_s)
+        self.metrics.keys_age.set_function(keys.age_s)
+        if (tls := self.tls) is not None:
+            self.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
+        if self.seals is not None:  # what is not opened is reported as callers are
+            self.seals.on_refused = lambda kind, error: self._refused(
+                f"redis/{kind}", None, PermissionDenied(str(error), error.reason), "redis:"
+            )
+        follow_keys = partial(every, KEYS_LOOK_S, KeyCopy(self.store, keys).look)
+        return GuardedServers(self.settings, tls, self._make_server, keys, self._refused, follow_keys)
+
+    def _refused(self, method: str, caller: Principal | None, error: CallError, peer: str) -> None:
+        self.telemetry.refused_caller(method, caller, error)
+        self.auditor.refused(method, caller, error, peer)
+
+    def _make_server(self, guard: Guard, port: Port) -> Server:
+        settings, meter = self.settings, CallMeter(*self.metrics.calls, COUNTED_METHODS)
+        if port is Port.OPERATORS:
+            return Server(guard, outer=[meter], interceptors=[self.auditor])
+        open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, self.telemetry.refused)
+        inner: list[Interceptor] = [open_calls, self.auditor]
+        if settings.engine_protocol:
+            inner.insert(0, _engine_protocol(settings).UnnamedCallers(settings.engine_tenant))
+        # More calls of one connection than the limit of open calls, so that this limit refuses them.
+        options = [*channel_options(), ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)]
+        return Server(guard, outer=[meter], interceptors=inner, options=options, shared_ports=self.shared_ports)
+
+    async def start(self, stop: asyncio.Event) -> None:
+        """Listen and serve, once what requests need is read. Raises PortInUse or AdvertisedAddressError."""
+        settings = self.settings
+        relay_port = self.relay.bind(settings.relay_host, settings.relay_port)
+        self.reach.address = f"{settings.relay_name}:{relay_port}"
+        self.models.announce(self.reach.address)
+        await asyncio.gather(self.resume_keys.look(), self.plans.look())
+        self.generation = self._add_services()
+        addresses = self.public.bind(settings.host, settings.port)
+        await self.relay.server.start()
+        await self.public.start()
+        checking = check_advertised(settings.relay_name, relay_port, self.relay_service.router_id, self.tls)
+        await unless_stopped(stop, checking)
+        self.metrics.health.listens()
+        print(f"ready router={' '.join(addresses)}{self.metrics.ready_word}", flush=True)
+
+    def _add_services(self) -> Generation:
+        """Serve what the permissions table lets somebody call; return what runs the requests."""
+        settings, models, dispatcher = self.settings, self.models, self.dispatcher
+        admission = Admission(
+            models, self.store, self.configs, self.reach.address, self.reach, self.prompts, self.proofs
+        )
+        tokens = ResumeTokens(self.resume_keys, ResumeEpochs(self.store, self.public.keys))
+        generation = Generation(
+            admission, dispatcher, tokens, self.quotas, self.prompts, client_stall_s=settings.client_stall_s
+        )
+        data = RouterData(
+            dispatcher, self.store, self.configs, self.prompts, self.proofs, self.quotas, generation.rollouts
+        )
+        self.relay.serve_tenant_data(data, self.auditor.record)
+        purge = CellPurge(models, data, self.relay_service.forgets, self.reach.address, self.tls)
+        inference = InferenceService(generation, admission, self.telemetry)
+        cells = CellCommands(models, self.cells)
+        cluster = ClusterService(models, dispatcher, self.metrics, self.commands, purge, self.resume_keys, cells)
+        self.public.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
+        self.public.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
+        if settings.engine_protocol:
+            feed, adapter = self.relay_service.block_feed, settings.engine_adapter
+            parts = inference, dispatcher, self.commands, feed, adapter, self._waits_for
+            self.public.add(_engine_protocol(settings).SglangScheduler(*parts).register)
+        return generation
+
+    def _waits_for(self) -> str:
+        """Return what is missing before requests can be served, or nothing."""
+        return self.models.waits_for() or self.reach.waits_for()
+
+    async def follow_until(self, stop: asyncio.Event) -> None:
+        """Return when the router is told to stop, while all is followed on. Raises what ends one of the works."""
+        self._following = following = asyncio.create_task(self._follow())
+        await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
+
+    async def _follow(self) -> None:
+        """Follow the store, the workers, the keys and the router's own jobs; never returns."""
+        assert self.generation is not None, "it has started"
+        evicted = self.metrics.evicted_keys.inc
+        async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
+            for work in (
+                self.dispatcher.redispatch_missing(),
+                self.public.follow(),
+                self.quotas.follow(),
+                self._follow_workers(),
+                every(LOOK_S, self.models.look_at_store),
+                every(KEYS_S, self.resume_keys.look),
+                every(STALLED_LOOK_S, self.generation.drop_stalled),
+                every(WINDOW_S, self.auditor.flush),
+                every(PINS_S, partial(renew_pins, self.models)),
+                every(REPORT_S, partial(self.generation.rollouts.report, self.store)),
+                every(REFRESH_S, self._refresh_gauges),
+            ):
+                tasks.create_task(work)
+            for redis in self.servers.clients:
+                tasks.create_task(every(POLICY_LOOK_S, EvictionWatch(redis, evicted).look, passing=REDIS_DOWN))
+            if len(self.servers.cells) > 1:
+                tasks.create_task(every(LOOK_S, self.cells.look_at_drained, passing=REDIS_DOWN))
+
+    async def _follow_workers(self) -> None:
+        """Follow which workers are alive and reach this router, and set the router's health; never returns."""
+        health, once = False, LogOnce(log, logging.INFO)
+        while True:
+            await look_at_workers(self.models, self.dispatcher, self.reach, self.cells)
+            waits_for = self._waits_for()
+            once(f"waits for {waits_for}" if waits_for else "serves")
+            self.metrics.health.set(f"waits for {waits_for}" if waits_for else "")
+            if health != (not waits_for):
+                health = not waits_for
+                await self.public.set_serving(health)
+            await asyncio.sleep(LOOK_S)
+
+    async def _refresh_gauges(self) -> None:
+        metrics, models = self.metrics, self.models
+        slots = sum(state.slots_total for model in models.served for state in models.workers(model.manifest.name))
+        count_jobs(metrics, tuple(self.dispatcher.jobs), slots)
+        for model in models.served:
+            name = model.manifest.name
+            count_workers(metrics, name, models.workers(name), model.manifest.digest)
+            with suppress(*REDIS_DOWN):  # keep the last count; other metrics show the outage
+                waiting = [await cell.queue.count_waiting() for cell in models.reached(model)]
+                metrics.waiting.labels(name).set(sum(waiting))
+
+    async def stop(self) -> None:
+        """End the streams, which may end by themselves until then; then the relay, which they need; then the rest."""
+        await self._drain()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await self.dispatcher.drain_tasks()
+        await self.quotas.drain(HAND_OVER_S)
+        await self.relay.stop(HAND_OVER_S)
+        for closing in (self.prompts, self.proofs, self.auditor):
+            closing.close()
+        await asyncio.gather(self.store.close(), *(one.aclose() for one in self.servers.clients))
+
+    async def _drain(self) -> None:
+        """Take no new calls; after --drain-s end those that still run, which are resumed at another router."""
+        self.metrics.health.stop()
+        self.relay_service.block_feed.stop()
+        await asyncio.sleep(ACCEPT_S)
+        stopping = asyncio.create_task(self.public.stop(self.settings.drain_s + HAND_OVER_S))
+        await asyncio.wait({stopping}, timeout=self.settings.drain_s)
+        if self.generation is not None:
+            self.generation.drain()
+        await stopping
+        if self.generation is not None:
+            await self.generation.rollouts.close(self.store)
 
 
 def _dispatcher(
@@ -366,68 +399,6 @@ def _dispatcher(
     )
 
 
-def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics, store: StoreClient) -> Quotas:
-    path, url = settings.usage_file, settings.usage_url
-    usage = UsageLog(redis, Path(path), metrics, url) if path else None
-    return Quotas(Ledger(redis), plans, metrics, usage, store)
-
-
-async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:
-    """Return when the router is told to stop. Raises what ended `following`, which never returns."""
-    await asyncio.wait({following, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-    if following.done():
-        following.result()
-
-
-def _say_ready(addresses: Sequence[str], metrics: RouterMetrics) -> None:
-    metrics.health.listens()
-    print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
-
-
-async def _drain(
-    public: GuardedServers,
-    generation: Generation | None,
-    drain_s: float,
-    probed: Health,
-    store: StoreClient,
-    block_feed: BlockFeed,
-) -> None:
-    """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
-    probed.stop()
-    block_feed.stop()
-    await asyncio.sleep(ACCEPT_S)
-    stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
-    await asyncio.wait({stopping}, timeout=drain_s)
-    if generation is not None:
-        generation.drain()
-    await stopping
-    if generation is not None:
-        await generation.rollouts.close(store)
-
-
-async def _follow(*works: Coroutine[None, None, None]) -> None:
-    """Run what follows the store, the workers, the keys and the router's own jobs; never returns."""
-    async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
-        for work in works:
-            tasks.create_task(work)
-
-
-async def _follow_workers(
-    public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach, cells: Cells, probed: Health
-) -> None:
-    """Follow which workers are alive and reach this router, and set the router's health; never returns."""
-    health, once = False, LogOnce(log, logging.INFO)
-    while True:
-        await look_at_workers(models, dispatcher, reach, cells)
-        waits_for = models.waits_for() or reach.waits_for()
-        once(f"waits for {waits_for}" if waits_for else "serves")
-        probed.set(f"waits for {waits_for}" if waits_for else "")
-        if health != (not waits_for):
-            health = not waits_for
-            await public.set_serving(health)
-        await asyncio.sleep(LOOK_S)
-
-
 async def look_at_workers(models: Models, dispatcher: Dispatcher, reach: RelayReach, cells: Cells) -> None:
     """Dispatch the jobs of lost workers and cells again, and end those that no worker can claim."""
     living = await models.look_at_workers()
@@ -445,17 +416,6 @@ async def look_at_workers(models: Models, dispatcher: Dispatcher, reach: RelayRe
 REFRESH_S = 1.0
 # Maximum number of adapters that a label names: it is sent with each scrape.
 ADAPTERS_NAMED = 1_000
-
-
-async def refresh_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dispatcher) -> None:
-    """Set the gauges to what they are now."""
-    count_jobs(metrics, tuple(dispatcher.jobs), _slots(models))
-    for model in models.served:
-        name = model.manifest.name
-        count_workers(metrics, name, models.workers(name), model.manifest.digest)
-        with suppress(*REDIS_DOWN):  # keep the last count; other metrics show the outage
-            waiting = [await cell.queue.count_waiting() for cell in models.reached(model)]
-            metrics.waiting.labels(name).set(sum(waiting))
 
 
 def count_jobs(metrics: RouterMetrics, jobs: Sequence[RoutedJob], slots: int) -> None:
@@ -476,10 +436,6 @@ def count_workers(metrics: RouterMetrics, model: str, workers: Sequence[WorkerSt
     blocks = sum(state.blocks_total for state in workers)
     used = sum(state.blocks_referenced for state in workers)
     metrics.kv_usage.labels(model).set(used / blocks if blocks else 0.0)
-
-
-def _slots(models: Models) -> int:
-    return sum(state.slots_total for model in models.served for state in models.workers(model.manifest.name))
 
 
 def _adapters(jobs: Sequence[RoutedJob]) -> str:
