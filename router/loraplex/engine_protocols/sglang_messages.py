@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 from typing import Any
 
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -22,7 +23,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as engine
 from smg_grpc_proto.generated import common_pb2 as common
 
 from loraplex.contracts.options import LOGIT_BIASES, FinishReason, TokenLogprobs
-from loraplex.router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, read_spec
+from loraplex.router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, check_most, read_spec
 from loraplex.router.api.encoding import read_embed
 from loraplex.router.catalog.models import Models
 from loraplex.router.dispatch.block_feed import MOST_AT_ONCE, BlockEvent, FollowedBlock
@@ -127,8 +128,7 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models,
     # Before they are copied, which takes the event loop seconds for a full message.
     check_count("token_ids", ids, models.get("").manifest.context_length)
     for field, most in _MOST_VALUES.items():
-        if (count := len(getattr(params, field))) > most:
-            raise InvalidField(f"sampling_params.{field}", f"{count} values; at most {most}")
+        check_most(f"sampling_params.{field}", len(getattr(params, field)), most, "values")
     start = _logprob_start(request)
     if request.top_logprobs_num < 0:
         raise InvalidField("top_logprobs_num", f"{request.top_logprobs_num}; at least 0")
@@ -411,7 +411,8 @@ class KvEventBatches:
     def changes(self, events: Iterable[BlockEvent]) -> Any:
         """Return the batch of events that followed each other."""
         batch = self._new_batch()
-        for stored, blocks in _alike(events):
+        for stored, alike in groupby(events, attrgetter("stored")):
+            blocks = [event.block for event in alike]
             if stored:
                 batch.events.extend(
                     common.KvCacheEvent(event_id=next(self._events), stored=_stored(run)) for run in _runs(blocks)
@@ -425,19 +426,6 @@ class KvEventBatches:
     def _new_batch(self) -> Any:
         # All workers are one rank, as in GetLoads.
         return common.KvEventBatch(sequence_number=next(self._batches), timestamp=time.time(), dp_rank=0)
-
-
-def _alike(events: Iterable[BlockEvent]) -> Iterator[tuple[bool, list[FollowedBlock]]]:
-    """Yield the blocks of events of one kind that follow each other."""
-    kind, blocks = True, list[FollowedBlock]()
-    for event in events:
-        if event.stored != kind and blocks:
-            yield kind, blocks
-            blocks = []
-        kind = event.stored
-        blocks.append(event.block)
-    if blocks:
-        yield kind, blocks
 
 
 def _runs(blocks: Iterable[FollowedBlock]) -> Iterator[list[FollowedBlock]]:

@@ -58,10 +58,12 @@ def check_answer_size(request: Request, prompt: int, max_tokens: int) -> None:
     if request.prompt_logprobs is not None:
         _check("output.prompt_logprobs", request.prompt_logprobs, prompt - request.prompt_logprobs_start, 0)
     if request.best_of > request.n:
-        if request.logprobs is None:
-            _check_tokens(max_tokens, _ID_BYTES + _TEXT_BYTES)
-        else:
-            _check("output.logprobs", request.logprobs, max_tokens, _ID_BYTES + _TEXT_BYTES)
+        others = _ID_BYTES + _TEXT_BYTES
+        if request.logprobs is not None:
+            _check("output.logprobs", request.logprobs, max_tokens, others)
+        elif max_tokens > (most := (MESSAGE_BYTES - _REST_BYTES) // others):
+            message = f"{max_tokens} tokens of the best candidate do not fit a message; at most {most} do"
+            raise InvalidField("stopping.max_tokens", message, reason=_TOO_LARGE)
 
 
 def _check(field: str, alternatives: int, tokens: int, others: int) -> None:
@@ -72,13 +74,6 @@ def _check(field: str, alternatives: int, tokens: int, others: int) -> None:
         each = f"{alternatives} for each of {tokens} tokens do not fit a message; at most {most} do"
         none = f"those of {tokens} tokens do not fit a message; leave it out"
         raise InvalidField(field, each if most >= 0 else none, reason=_TOO_LARGE)
-
-
-def _check_tokens(max_tokens: int, token_bytes: int) -> None:
-    most = (MESSAGE_BYTES - _REST_BYTES) // token_bytes
-    if max_tokens > most:
-        message = f"{max_tokens} tokens of the best candidate do not fit a message; at most {most} do"
-        raise InvalidField("stopping.max_tokens", message, reason=_TOO_LARGE)
 
 
 _TOO_LARGE = "ANSWER_TOO_LARGE"

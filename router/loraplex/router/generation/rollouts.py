@@ -160,7 +160,8 @@ class Rollouts:
             outcomes = Outcomes(requests=1, errors=1)
         else:
             return
-        self._side(trial.side).add(outcomes)
+        sums = self._outcomes(trial.side)
+        (sums.candidate if trial.side.is_candidate else sums.live).add(outcomes)
 
     def count_error(self, side: Side) -> None:
         """Count a request that the live revision answered, after the candidate had failed."""
@@ -247,10 +248,6 @@ class Rollouts:
             task.cancel()
         await asyncio.gather(*self._shadows, return_exceptions=True)
         await self.report(store)
-
-    def _side(self, side: Side) -> Outcomes:
-        outcomes = self._outcomes(side)
-        return outcomes.candidate if side.is_candidate else outcomes.live
 
     def _outcomes(self, side: Side) -> StepOutcomes:
         """Return the sums of a step, which are about to change."""
