@@ -31,7 +31,6 @@ from loraplex.contracts.broker.terms import (
     QueueLoad,
     QueueState,
     UsageReport,
-    is_short,
 )
 from loraplex.runtime.rpc.shares import FairTurns
 
@@ -51,6 +50,8 @@ DEAD_LIMIT = 1_000
 DEAD_BYTES = 1 << 20
 # Index of the argument of broker/lua/enqueue.lua that is empty unless Redis is full.
 _WHEN_FULL = 3
+# Maximum prompt and emitted tokens of a job whose entry is made on the event loop, in about a millisecond.
+SHORT_TOKENS = 16_384
 # Maximum prompt tokens of a job that goes to Redis together with what it asks the ledger for: where that is refused,
 # Redis has read the job for nothing.
 ADMITTED_TOKENS = 4096
@@ -205,7 +206,7 @@ class JobQueue:
 
     async def _entry(self, job: Job, placement: Placement) -> Entry:
         """Return a job's entry; that of a long one is made in a thread, at its tenant's turn."""
-        if is_short(job):
+        if job.prefill_tokens <= SHORT_TOKENS:
             return self.make_entry(job, placement)
         loop = asyncio.get_running_loop()
         return await self._turns.run(job.tenant, lambda: loop.run_in_executor(None, self.make_entry, job, placement))

@@ -266,10 +266,6 @@ class UsageReport:
     ran: bool = True
 
 
-# Maximum prompt and emitted tokens of a job whose entry is made on the event loop.
-SHORT_TOKENS = 16_384
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The fields of a waiting job. Those up to `key_weight` are its facts, which Redis keeps packed, in this order."""
@@ -316,7 +312,7 @@ class Entry:
             prefill=job.prefill_tokens,
             prompt=charged_prompt(job),
             rank=job.rank,
-            rows=queued_rows(job),
+            rows=ALL_ROWS if job.suspect else job.rows,
             strikes=job.strikes,
             base=job.base_digest,
             adapter=job.adapter.digest if job.adapter else "",
@@ -368,11 +364,6 @@ def placed(job: Job, placement: Placement) -> Job:
     return replace(job, weight=placement.weight, last_try=placement.last_try)
 
 
-def is_short(job: Job) -> bool:
-    """Return whether a job's entry is made in about a millisecond."""
-    return job.prefill_tokens <= SHORT_TOKENS
-
-
 def charged_prompt(job: Job) -> int:
     """Return the prompt tokens that a claim of a job charges."""
     return job.prefill_tokens if job.resumed and job.attempt == 1 else len(job.prompt_ids)
@@ -382,8 +373,3 @@ def work_of(job: Job) -> float:
     """Return the work of a job in charged tokens, as though its answer had its full length, or RECKONED_TOKENS."""
     prompt = charged_prompt(job)
     return PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * min(RECKONED_TOKENS, max(0, job.tokens - prompt))
-
-
-def queued_rows(job: Job) -> int:
-    """Return the rows that a waiting job asks for."""
-    return ALL_ROWS if job.suspect else job.rows

@@ -153,7 +153,9 @@ class Generation:
         for side in sides:
             left_s = None if deadline_s is None else ends_at - time.monotonic()
             try:
-                async with aclosing(self._messages(request, resumption, part_of, side, left_s, announce)) as messages:
+                run, reader = await self._enter(request, resumption, part_of, side, left_s)
+                received = resumption.received if resumption else None
+                async with aclosing(self._messages(run, reader, received, announce)) as messages:
                     async for message in messages:
                         if side and not (begun or side.is_counted) and self.rollouts.takes(side, request.tenant):
                             self.rollouts.count_error(side)  # of the candidate: it was not the request's fault
@@ -167,20 +169,12 @@ class Generation:
                 log.warning("%s cannot answer, the live revision does: %s", release, error.message)
 
     async def _messages(
-        self,
-        request: Request,
-        resumption: Resumption | None,
-        part_of: CallBudget | None,
-        side: Side | None,
-        deadline_s: float | None,
-        on_admitted: OnAdmitted,
+        self, run: Run, reader: Reader, received: Mapping[int, Received] | None, on_admitted: OnAdmitted
     ) -> AsyncGenerator[Message]:
-        run, reader = await self._enter(request, resumption, part_of, side, deadline_s)
+        """Yield the messages of a run to its reader; `received`: what the client of a resumed request has."""
+        request, job = run.request, run.routed.job
         try:
-            run.routed.limit(deadline_s)
             await on_admitted(run.calls.not_enforced)
-            job = run.routed.job
-            received = resumption.received if resumption else None
             make_answer = partial(Answer, request, run.tokenizer, run.routed, received, run.chat_format)
             answer = await self.prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
             started = False
@@ -240,11 +234,12 @@ class Generation:
         side: Side | None,
         deadline_s: float | None,
     ) -> tuple[Run, Reader]:
-        """Take over the request's run, or admit it."""
+        """Take over the request's run, or admit it. Without an await in between the run is to be read."""
         run = await self._runs.find(request.tenant, request.request_id, request.fingerprint)
         if run is not None:
             reader = run.routed.replace_reader(_taken_over(request))
             if run.suits(resumption) and not self._draining:
+                run.routed.limit(deadline_s)
                 if part_of is not None:
                     run.move_to(part_of)
                 return run, reader
@@ -267,6 +262,7 @@ class Generation:
             if side is not None and side.is_counted and self.rollouts.takes(side, request.tenant):
                 run.trial = Trial(side)
             self._runs.add(run)
+        run.routed.limit(deadline_s)
         if self._draining:
             run.routed.end_reader(_router_draining())
         return run, run.routed.reader
