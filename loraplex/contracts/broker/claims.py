@@ -132,36 +132,32 @@ class _ScanAnswer(NamedTuple):
     now_ms: int
 
 
+@dataclass(eq=False)
 class Claims:
     """The claims of a worker in one cell."""
 
-    def __init__(
-        self,
-        redis: Redis,
-        keys: Keys,
-        worker_id: str,
-        library: Library,
-        memory: ClaimMemory,
-        seals: Seals | None = None,
-    ) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._worker_id = worker_id
-        self._memory = memory
-        self._seals = seals
+    redis: Redis
+    keys: Keys
+    worker_id: str
+    library: Library
+    memory: ClaimMemory
+    seals: Seals | None = None
+
+    def __post_init__(self) -> None:
+        """Begin without scans."""
         # Scans so far, and the tenants that the last claim has passed over without finding a job.
         self._scan_number, self._skipped_tenants = 0, 0
-        self._wake_lists = [keys.wake_of(worker_id), keys.wake]
-        self._claim = library.function(redis, "claim")
+        self._wake_lists = [self.keys.wake_of(self.worker_id), self.keys.wake]
+        self._claim = self.library.function(self.redis, "claim")
 
     async def claim(
         self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], *, wait_s: float, freed: bool
     ) -> Claimed:
         """See JobQueue.claim."""
-        if self._seals is not None:
-            self._seals.look()
-        plan = self._memory.plan(base_digest, capacity, freed=freed)
-        worker, terms = _claimant(self._worker_id, base_digest, capacity)
+        if self.seals is not None:
+            self.seals.look()
+        plan = self.memory.plan(base_digest, capacity, freed=freed)
+        worker, terms = _claimant(self.worker_id, base_digest, capacity)
         links = "*" if capacity.routers is None else "\n".join(capacity.routers)
         hold_ms, skip, looks = 0, 0, 0
         requests: list[bytes] = []
@@ -170,7 +166,7 @@ class Claims:
             # Look at the arrivals after `seen`: at these alone, not yet, or now if the scan finds no other job.
             when = "only" if plan.news_only else "later" if scan < plan.scans - 1 else "now"
             place = (self._scan_number, skip, links, plan.seen, when, bool(wait_s))
-            arguments = [self._keys.prefix, worker, _packed(*place), packed_reports(reports), *terms]
+            arguments = [self.keys.prefix, worker, _packed(*place), packed_reports(reports), *terms]
             self._scan_number += 1
             answer = await (self._scan_once_woken(arguments, wait_s) if wait_s else self._scan(arguments))
             reports, wait_s, looks = (), 0.0, looks + answer.looks
@@ -185,7 +181,7 @@ class Claims:
         if not plan.news_only:
             self._skipped_tenants = skip
         jobs_found = bool(answer.bodies)
-        self._memory.note(
+        self.memory.note(
             plan, capacity, jobs_found=jobs_found, seen=answer.seen, looks=looks, live_workers=answer.live_workers
         )
         is_short = sum(map(len, answer.bodies)) <= _SHORT_BYTES
@@ -202,10 +198,10 @@ class Claims:
         for number, (body, facts) in enumerate(zip(answer.bodies, answer.facts, strict=True)):
             job, expired_at_ms = None, 0
             try:
-                if self._seals is None:
+                if self.seals is None:
                     job = _readable(body, decode_job)
                 else:
-                    job = self._seals.open_job(self._keys.prefix, body, facts)
+                    job = self.seals.open_job(self.keys.prefix, body, facts)
             except SealError as error:
                 if not error.may_be_ours:  # its router misses it and dispatches it again
                     continue
@@ -218,16 +214,16 @@ class Claims:
         return jobs, tuple(unread), refused_here
 
     async def _scan(self, arguments: Sequence[str | bytes | int]) -> _ScanAnswer:
-        return _ScanAnswer(*await self._claim(self._keys.waiting, arguments))
+        return _ScanAnswer(*await self._claim(self.keys.waiting, arguments))
 
     async def _scan_once_woken(self, arguments: Sequence[str | bytes | int], wait_s: float) -> _ScanAnswer:
         """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
-        if isinstance(self._redis, RedisCluster):  # its pipelines take no functions
+        if isinstance(self.redis, RedisCluster):  # its pipelines take no functions
             await self.wait_for_work(wait_s)
             return await self._scan(arguments)
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with self.redis.pipeline(transaction=False) as pipe:
             pipe.blpop(self._wake_lists, timeout=wait_s)
-            pipe.execute_command(*self._claim.command(self._keys.waiting, arguments))
+            pipe.execute_command(*self._claim.command(self.keys.waiting, arguments))
             try:
                 _, answer = await pipe.execute()
             except ResponseError as error:
@@ -238,7 +234,7 @@ class Claims:
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """See JobQueue."""
-        return await self._redis.blpop(self._wake_lists, timeout=timeout_s) is not None
+        return await self.redis.blpop(self._wake_lists, timeout=timeout_s) is not None
 
 
 def begin_apart(job: Job) -> Job:
