@@ -40,6 +40,7 @@ from loraplex.engine_protocols.sglang_messages import (
 )
 from loraplex.router.api.cluster import AdapterCommands
 from loraplex.router.api.encoding import normalized
+from loraplex.router.api.request_telemetry import RequestRecord
 from loraplex.router.api.service import InferenceService
 from loraplex.router.catalog.models import asking_redis
 from loraplex.router.catalog.store_client import Manifest
@@ -209,7 +210,7 @@ class SglangScheduler:
 
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Stream the answer to a request: chunks if it asks for them, then each choice whole."""
-        with self._telemetry.new_record(context) as record, engine_field_names():
+        with RequestRecord(self._telemetry, context) as record, engine_field_names():
             call = record.begin(await read_generate(request, record.tenant, self._adapter, self._models, self._prompts))
             end = reasoning_end(self._models.get("").tokenizer) if request.require_reasoning else None
             answer = EngineAnswer(call, tuple(request.tokenized.input_ids), streamed=request.stream, end=end)
@@ -222,7 +223,7 @@ class SglangScheduler:
 
     async def Embed(self, request: Any, context: Context) -> Any:
         """Return the vector of a text, of length 1."""
-        with self._telemetry.new_record(context) as record, engine_field_names():
+        with RequestRecord(self._telemetry, context) as record, engine_field_names():
             call = record.begin(read_embedding(request, record.tenant, self._adapter))
             (vector,), summary = await self._unary_calls.encode(call, context.time_remaining(), lambda one: one)
             record.count_texts("embed", 1, summary)

@@ -217,7 +217,7 @@ def check_count(field: str, values: Sequence[object], limit: int) -> None:
         raise context_exceeded(field, str(len(values)), limit)
 
 
-# Maximum length of a format that is read on the event loop, in a few milliseconds.
+# Maximum length of a format that is read on the event loop, in a few milliseconds; others take some 100 ms.
 _SHORT_CHARACTERS = 4_096
 # Maximum number of grammars that are kept for the next request with the same format; each is some kilobytes, and its
 # format 64 KiB at most.
@@ -245,11 +245,6 @@ def read_format(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
     else:
         return "", ""
     raise refused  # here, without what the traceback of the GrammarError holds: freeing it takes milliseconds
-
-
-def is_large_format(spec: pb.GenerateSpec) -> bool:
-    """Tell whether the format of a request takes long to read, some 100 ms."""
-    return max(len(spec.json_schema), len(spec.regex), len(spec.grammar)) > _SHORT_CHARACTERS
 
 
 def _json_style(spec: pb.GenerateSpec) -> JsonStyle | None:
@@ -536,6 +531,6 @@ def _add_logprobs(tokens: Iterable[TokenLogprobs], add: Callable[..., pb.TokenLo
 async def read_spec(spec: pb.GenerateSpec, tenant: str, models: Models, prompts: PromptTokenizer) -> Request:
     """Return the request in a message. Raises InvalidField, NotBuilt, NotFound or Unavailable."""
     check_prompt_size(spec, models.get(spec.model))
-    if is_large_format(spec):  # read_request then knows it
+    if max(len(spec.json_schema), len(spec.regex), len(spec.grammar)) > _SHORT_CHARACTERS:  # read_request then knows it
         await prompts.in_turn(tenant, lambda: read_format(spec, tenant))
     return await prompts.run(tenant, len(spec.token_ids.ids), lambda: read_request(spec, tenant))

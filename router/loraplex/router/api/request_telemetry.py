@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -110,27 +111,12 @@ class RequestTelemetry:
         self.spans = spans
         self._models = models
         # Series by their labels, since finding one takes longer than counting: of models, and of tenants and adapters.
-        self._of_model: dict[str, ModelSeries] = {}
-        self._of_tenant: dict[tuple[str, str], TenantSeries] = {}
-
-    def of_model(self, model: str) -> ModelSeries:
-        """Return the series of a model."""
-        series = self._of_model.get(model)
-        if series is None:
-            series = self._of_model[model] = ModelSeries(self.metrics, model)
-        return series
+        self.of_model = cache(partial(ModelSeries, metrics))
+        self._of_tenant = cache(partial(TenantSeries, metrics))
 
     def of_tenant(self, tenant: str, adapter: str) -> TenantSeries:
         """Return the series of a tenant and an adapter, whose numbers are bounded."""
-        key = self.metrics.tenants.bounded(tenant), self.metrics.adapters.bounded(adapter)
-        series = self._of_tenant.get(key)
-        if series is None:
-            series = self._of_tenant[key] = TenantSeries(self.metrics, *key)
-        return series
-
-    def new_record(self, context: Context) -> RequestRecord:
-        """Return the record of a request: enter it, then run the request that its `begin` returns."""
-        return RequestRecord(self, context)
+        return self._of_tenant(self.metrics.tenants.bounded(tenant), self.metrics.adapters.bounded(adapter))
 
     def refused(self, method: str, tenant: str, error: CallError) -> None:
         """Count a call that ends before it has a record."""
@@ -158,7 +144,10 @@ class RequestTelemetry:
 
 
 class RequestRecord:
-    """The record of a request, from its call to its end. A message costs one observation, a request some twenty."""
+    """The record of a request, from its call to its end: enter it, then run the request that its `begin` returns.
+
+    A message costs one observation, a request some twenty.
+    """
 
     def __init__(self, telemetry: RequestTelemetry, context: Context) -> None:
         self._telemetry = telemetry

@@ -43,7 +43,7 @@ from loraplex.router.api.encoding import (
     write_embedding,
     write_encode_summary,
 )
-from loraplex.router.api.request_telemetry import RequestTelemetry
+from loraplex.router.api.request_telemetry import RequestRecord, RequestTelemetry
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation, OnAdmitted
 from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls
@@ -319,7 +319,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
-        with self.telemetry.new_record(context) as record:
+        with RequestRecord(self.telemetry, context) as record:
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request  # it may be large, and a stream long
             answer = self.generation.run(call, context.time_remaining(), on_admitted=_announcer(context))
@@ -330,7 +330,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
-        with self.telemetry.new_record(context) as record:
+        with RequestRecord(self.telemetry, context) as record:
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             payload = await self.generation.verify(call, request.resume_token)
             count = count_received(request.received, call.n, payload.max_tokens)
@@ -373,7 +373,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Return the log probabilities of continuations of a prompt."""
-        with self.telemetry.new_record(context) as record:
+        with RequestRecord(self.telemetry, context) as record:
             continuations = read_continuations(request)
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request
@@ -383,7 +383,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return a vector of each text."""
-        with self.telemetry.new_record(context) as record:
+        with RequestRecord(self.telemetry, context) as record:
             call = record.begin(read_embed(request, record.tenant))
             normalize = not request.HasField("normalize") or request.normalize
             write = partial(write_embedding, normalize=normalize)
@@ -393,7 +393,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Return the probabilities of a classifier's labels for each text."""
-        with self.telemetry.new_record(context) as record:
+        with RequestRecord(self.telemetry, context) as record:
             call = record.begin(read_classify(request, record.tenant))
             classifications, summary = await self.unary_calls.encode(
                 call, context.time_remaining(), write_classification
