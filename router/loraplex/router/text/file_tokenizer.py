@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -325,8 +326,8 @@ class FileTokenizer(ModelTokenizer):
         self.longest_token = longest_token_bytes(data)
         self._decoder = data.get("decoder")
         self.chat = ChatTemplate.of_files(files)
-        # By their tokens, those with adapters' own; all share the model's vocabulary.
-        self._with_tokens: dict[tuple[AddedToken, ...], FileTokenizer] = {}
+        # Those with adapters' own tokens, by these; all share the model's vocabulary.
+        self._adapted = lru_cache(_WITH_TOKENS)(self._adapt)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -337,20 +338,17 @@ class FileTokenizer(ModelTokenizer):
 
     def with_tokens(self, tokens: tuple[AddedToken, ...]) -> FileTokenizer:
         """See ModelTokenizer."""
-        if not tokens:
-            return self
-        if tokens not in self._with_tokens:
-            if len(self._with_tokens) >= _WITH_TOKENS:
-                del self._with_tokens[next(iter(self._with_tokens))]
-            own = copy(self)
-            own._tokenizer = _with_tokens(self._tokenizer, tokens)
-            if self.longest_token is not None:
-                stripped = any(token.lstrip or token.rstrip for token in tokens)
-                longest = max(self.longest_token, *(len(token.content.encode()) for token in tokens))
-                own.longest_token = None if stripped else longest
-            own._prepare()
-            self._with_tokens[tokens] = own
-        return self._with_tokens[tokens]
+        return self._adapted(tokens) if tokens else self
+
+    def _adapt(self, tokens: tuple[AddedToken, ...]) -> FileTokenizer:
+        own = copy(self)
+        own._tokenizer = _with_tokens(self._tokenizer, tokens)
+        if self.longest_token is not None:
+            stripped = any(token.lstrip or token.rstrip for token in tokens)
+            longest = max(self.longest_token, *(len(token.content.encode()) for token in tokens))
+            own.longest_token = None if stripped else longest
+        own._prepare()
+        return own
 
     def tokenize(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See ModelTokenizer."""
