@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
+from loraplex.runtime.interpreter import importing
+
 # gRPC's C library reads it when it is imported; else it writes to stderr of errors that its calls raise as well.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -64,7 +66,9 @@ def run_process(name: str, argv: Sequence[str]) -> int:
     """Run one of PROCESSES until it ends; return its exit status. Exits with 2 where its extra is not installed."""
     module, extra, _ = PROCESSES[name]
     with _extra_installed(name, extra):
-        return int(import_module(module).main(argv))
+        with importing():
+            run = import_module(module).main
+        return int(run(argv))
 
 
 def main() -> None:
@@ -72,7 +76,9 @@ def main() -> None:
     if sys.argv[1:] and sys.argv[1] in PROCESSES:
         sys.exit(run_process(sys.argv[1], sys.argv[2:]))
     with _extra_installed("this command", "cli"):
-        import_module("loraplex.cli.__main__").main()
+        with importing():
+            command = import_module("loraplex.cli.__main__").main
+        command()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 
 # Imported where they are needed: models, grammars, traces and templates that a process may never see.
 LATE = {"httpx2", "huggingface_hub", "jinja2", "llguidance", "numpy", "obstore", "opentelemetry", "rich", "tokenizers"}
-LATE |= {"torch", "transformers"}
+LATE |= {"cryptography.x509", "torch", "transformers"}
 MODULES = (
     "router.__main__",
     "router.app",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required
 
 import msgspec
-import numpy as np
 from openai.types import EmbeddingCreateParams
 from openai.types.chat import (
     ChatCompletionAllowedToolChoiceParam,
@@ -444,4 +444,4 @@ def _texts(value: Any) -> list[Any]:
 
 
 def _encoded(vector: Sequence[float]) -> str:
-    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -13,13 +13,15 @@ import re
 import time
 from collections.abc import Callable
 from functools import lru_cache
-
-from cryptography import x509
+from typing import TYPE_CHECKING
 
 from loraplex.runtime.rpc.principal import TENANT_ROLES, CredentialKind, Principal, Role
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.tenancy.api_keys import bad_credential
 from loraplex.runtime.tenancy.guard import AuthContext, Metadata, is_tenant
+
+if TYPE_CHECKING:  # a process without TLS starts without it
+    from cryptography import x509
 
 SCHEME = "loraplex://"
 _PEM = "x509_pem_cert"
@@ -51,6 +53,8 @@ class CertificateReader:
 @lru_cache(maxsize=4096)
 def principal_of(pem: bytes) -> Principal | None:
     """Return whom a certificate names; None where it names nobody, or several."""
+    from cryptography import x509
+
     try:
         return principal_in(x509.load_pem_x509_certificate(pem))
     except ValueError:
@@ -60,11 +64,15 @@ def principal_of(pem: bytes) -> Principal | None:
 @lru_cache(maxsize=16)
 def end_of(pem: bytes) -> float:
     """Return when a certificate ends, in seconds since 1970."""
+    from cryptography import x509
+
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
 def principal_in(certificate: x509.Certificate) -> Principal | None:
     """Return whom a certificate that is read already names; None where it names nobody, or several."""
+    from cryptography import x509
+
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)

@@ -32,7 +32,6 @@ from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import LiveChannel, TlsFiles
 from loraplex.runtime.tenancy.certificates import belongs
 from loraplex.runtime.tenancy.guard import Refused
-from loraplex.runtime.tenancy.signatures import Signer, welcome_parts
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +111,9 @@ class RelayCredentials:
     """Checks workers' hellos against their certificates; `refused` is told of every refusal, as the guard's is."""
 
     def __init__(self, tls: TlsFiles, refused: Refused) -> None:
-        self._signer = Signer(tls, Role.ROUTER)
+        from loraplex.runtime.tenancy.signatures import Signer, welcome_parts
+
+        self._signer, self._welcome_parts = Signer(tls, Role.ROUTER), welcome_parts
         self._refused = refused
 
     def greet(self, hello: pb.Hello, peer: str) -> tuple[Principal, pb.RouterProof]:
@@ -128,7 +129,7 @@ class RelayCredentials:
             error = PermissionDenied("the hello has no nonce: the worker runs without credentials", "NONCE_MISSING")
             self.refuse(worker, error, peer)
             raise error
-        signature = self._signer.sign(*welcome_parts(hello.nonce, owner))
+        signature = self._signer.sign(*self._welcome_parts(hello.nonce, owner))
         return worker, pb.RouterProof(certificates=signature.certificates, signature=signature.value)
 
     def has_expired(self, worker: Principal | None, peer: str) -> bool:
