@@ -15,7 +15,8 @@ from loraplex.cli.__main__ import app
 from loraplex.cli.terminal import CommandError
 from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.rpc.tls import TlsFiles
-from loraplex.runtime.tenancy.certificates import principal_of
+from loraplex.runtime.tenancy.certificates import end_of, principal_of
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 
 
 def certs(*arguments: str) -> str:
@@ -51,16 +52,64 @@ def test_more_certificates_are_issued_and_renewed_in_time(tmp_path: Path) -> Non
     listed = certs("renew", str(directory), "--within", "30").splitlines()
     renewed = {line.split()[0] for line in listed if line.endswith("renewed")}
     assert renewed == {"router-router-2", "tenant-globex"}
-    assert {line.split()[0] for line in listed[1:]} == ends.keys() - {"ca"}
+    assert {line.split()[0] for line in listed[1:]} == ends.keys()
     for name, end in ends.items():
         assert (certificate(directory, name).not_valid_after_utc > end) == (name in renewed), name
     again = json.loads(certs("renew", str(directory), "--json"))
-    assert {one["name"]: one["renewed"] for one in again} == dict.fromkeys(ends.keys() - {"ca"}, False)
+    assert {one["name"]: one["renewed"] for one in again} == dict.fromkeys(ends.keys(), False)
     assert hosts(directory, "router-router-2") == ["localhost", "router-2.internal"]
     assert certificate(directory, "router-router-2").not_valid_after_utc > datetime.now(UTC) + timedelta(days=360)
     key = directory / "router-router-2-key.pem"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     TlsFiles(directory / "router-router-2.pem", key, directory / "ca.pem")  # certificate and key go together
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+    directory = tmp_path / "certs"
+    certs("dev", str(directory), "--days", "5")
+    (directory / "store.pem").write_bytes(
+        DevelopmentCa.read(directory).issue("loraplex://store/store", life=timedelta(1))[0]
+    )
+    end = certificate(directory, "ca").not_valid_after_utc
+    listed = certs("renew", str(directory), "--within", "3").splitlines()
+    assert [line.split()[0] for line in listed if line.endswith("renewed")] == ["store"]
+    assert certificate(directory, "store").not_valid_after_utc == end
+    assert listed[1].split()[:2] == ["ca", f"{end:%Y-%m-%d}"]
+    assert certificate(directory, "router").not_valid_after_utc <= end
+
+
+def test_a_new_authority_is_trusted_beside_the_one_before_until_that_ends(tmp_path: Path) -> None:
+    directory = tmp_path / "certs"
+    certs("dev", str(directory), "--days", "5")
+    old = certificate(directory, "ca")
+    assert "copy ca.pem" in certs("renew", str(directory), "--ca", "--days", "100")
+    new, kept = x509.load_pem_x509_certificates((directory / "ca.pem").read_bytes())
+    assert kept == old
+    certificate(directory, "router").verify_directly_issued_by(old)  # not renewed by now
+    certs("renew", str(directory), "--within", "30")
+    certificate(directory, "router").verify_directly_issued_by(new)
+    tls = TlsFiles(*(directory / name for name in ("router.pem", "router-key.pem", "ca.pem")))
+    assert end_of(tls.content.cert, tls.content.ca) == certificate(directory, "router").not_valid_after_utc.timestamp()
+    assert end_of(tls.content.cert, tls.content.ca) > old.not_valid_after_utc.timestamp()
+
+
+def test_a_process_tells_when_the_first_of_its_chain_ends(tmp_path: Path) -> None:
+    ca, other = DevelopmentCa(timedelta(days=5)), DevelopmentCa(timedelta(days=1))
+    ca.life_end += timedelta(days=90)  # as an authority that bounds nothing
+    cert, _ = ca.issue("loraplex://router/router", life=timedelta(days=30))
+    end = x509.load_pem_x509_certificate(ca.pem).not_valid_after_utc
+    assert end_of(cert, other.pem + ca.pem) == end.timestamp()
+
+
+def test_an_authority_that_has_ended_issues_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "certs"
+    certs("dev", str(directory), "--days", "5")
+    ended = DevelopmentCa(timedelta(seconds=-1))
+    ended.write_ca(directory)
+    with pytest.raises(CommandError, match=r"the authority ended on .*; `loraplex certs renew DIR --ca`"):
+        certs("issue", str(directory), "router", "r2")
+    certs("renew", str(directory), "--ca")
+    assert len(x509.load_pem_x509_certificates((directory / "ca.pem").read_bytes())) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from loraplex.runtime.tenancy.permissions import PERMISSIONS, Port
 
 GENERATE = "/loraplex.inference.v1.InferenceService/Generate"
 UPLOAD = "/loraplex.adapters.v1.AdapterService/UploadRevision"
+LIST_MODELS = "/loraplex.inference.v1.InferenceService/ListModels"
+LIST_ADAPTERS = "/loraplex.adapters.v1.AdapterService/ListAdapters"
 LIST_JOBS = "/loraplex.cluster.v1.ClusterService/ListJobs"
 
 
@@ -74,6 +76,8 @@ OPERATOR, AUDITOR, ROUTER = principal(Role.OPERATOR), principal(Role.AUDITOR), p
             "SCOPE_NOT_GRANTED",
         ),
         (GENERATOR, Port.PUBLIC, GENERATE, "", "acme"),
+        (GENERATOR, Port.PUBLIC, LIST_MODELS, "", "acme"),
+        (GENERATOR, Port.PUBLIC, LIST_ADAPTERS, "", "SCOPE_NOT_GRANTED"),
         (principal(Role.OPERATOR, Role.TENANT_USER), Port.PUBLIC, GENERATE, "globex", "CREDENTIAL_INVALID"),
         (None, Port.PUBLIC, GENERATE, "acme", "CREDENTIAL_MISSING"),
     ],

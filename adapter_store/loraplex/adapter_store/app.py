@@ -248,7 +248,7 @@ class Store:
         meter = CallMeter(*self.metrics.calls)
         bounds: dict[Port, list[grpc.aio.ServerInterceptor]] = {Port.PUBLIC: [TenantCalls()], Port.OPERATORS: []}
         if (tls := self._settings.tls_files()) is not None:
-            self.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
+            self.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert, tls.content.ca))
         return GuardedServers(
             self._settings,
             tls,

@@ -238,7 +238,10 @@ def issue(
     if (directory / f"{file}.pem").exists():
         raise CommandError(f"{directory / file}.pem exists already; `loraplex certs renew` makes it anew")
     hosts = [*OWN_HOSTS, *(host or ())] if kind in {*SERVING_PARTS, "valkey"} else []
-    ca.write(directory, file, ca.issue(f"loraplex://{kind}/{name}", hosts, timedelta(days=days)))
+    try:
+        ca.write(directory, file, ca.issue(f"loraplex://{kind}/{name}", hosts, timedelta(days=days)))
+    except ValueError as error:
+        raise CommandError(f"{directory}: {error}") from error
     say(f"wrote {file}.pem and {file}-key.pem into {directory}")
 
 
@@ -246,19 +249,27 @@ def issue(
 def renew(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `certs dev`.")],
     within: Annotated[int, typer.Option(metavar="N", min=0, help="Renew those that end within so many days.")] = 30,
+    authority: Annotated[
+        bool, typer.Option("--ca", help="Make another authority, which signs from then on; ca.pem has both.")
+    ] = False,
     days: DaysOption = 365,
     as_json: JsonOption = False,
 ) -> None:
     """Renew certificates that end soon, with new keys under the same names, and list all.
 
-    Running processes take the new files within seconds; the authority itself is not renewed.
+    Running processes take the new files within seconds. No certificate outlives its authority: renew that first.
 
     [bold]loraplex certs renew ./certs --within 30[/]
     """
     ca = _authority(directory)
+    if authority:
+        ca.successor(timedelta(days=days)).write_ca(directory)
+        say(f"copy ca.pem of {directory} to all processes and clients, then run `loraplex certs renew --within {days}`")
+        return
     try:
         ends = ca.ends(directory)
-        soon = [name for name, end in ends.items() if end <= datetime.now(UTC) + timedelta(days=within)]
+        until = min(datetime.now(UTC) + timedelta(days=within), ca.life_end - timedelta(seconds=1))
+        soon = [name for name, end in ends.items() if end <= until and name != "ca"]
         ends |= {name: ca.renew(directory, name, timedelta(days=days)) for name in soon}
     except (OSError, ValueError) as error:
         raise CommandError(f"{directory}: {error}") from error

@@ -6,6 +6,7 @@ import base64
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Required
 
@@ -28,7 +29,7 @@ from loraplex.gateway.endpoint import HttpCall, Protocol
 from loraplex.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from loraplex.gateway.exchange import encode, raw
 from loraplex.gateway.openai_messages import LENIENT, OpenAIMessage
-from loraplex_client import Adapter, FinishReason, ServedModel, Usage
+from loraplex_client import Adapter, FinishReason, PermissionDeniedError, ServedModel, Usage
 
 DONE = b"data: [DONE]\n\n"
 REASONS = {
@@ -378,7 +379,9 @@ async def _models(call: HttpCall) -> list[dict[str, Any]]:
     entries = [_base(model) for model in bases]
     if call.cluster.has_store:
         served = {model.name for model in bases}
-        adapters = [adapter for adapter in await call.caller.store.list() if adapter.base_model in served]
+        adapters = []
+        with suppress(PermissionDeniedError):  # a key of the scope generate, which may name adapters, not list them
+            adapters = [adapter for adapter in await call.caller.store.list() if adapter.base_model in served]
         # A tenant's own adapter hides a shared one of the same name.
         entries += {model["id"]: model for model in map(_adapter, sorted(adapters, key=_is_own))}.values()
     return entries

@@ -107,7 +107,8 @@ class Meters:
         self.health = Health()
         # 0 for a process without a certificate.
         self.certificate_end = self.gauge(
-            "certificate_end_timestamp_seconds", "When the process's certificate ends, in seconds since 1970."
+            "certificate_end_timestamp_seconds",
+            "When the process's certificate, or one that signed it, ends, in seconds since 1970.",
         )
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:

@@ -62,11 +62,27 @@ def principal_of(pem: bytes) -> Principal | None:
 
 
 @lru_cache(maxsize=16)
-def end_of(pem: bytes) -> float:
-    """Return when a certificate ends, in seconds since 1970."""
+def end_of(cert: bytes, ca: bytes = b"") -> float:
+    """Return when the first of a certificate, its chain and the authority in `ca` ends, in seconds since 1970."""
     from cryptography import x509
 
-    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+    chain = x509.load_pem_x509_certificates(cert)
+    authorities = x509.load_pem_x509_certificates(ca) if ca else []
+    signers = [one for one in authorities if _has_signed(one, chain[-1])]
+    ends = [one.not_valid_after_utc for one in chain]
+    if signers:  # a successor of the same key may be among them
+        ends.append(max(one.not_valid_after_utc for one in signers))
+    return min(ends).timestamp()
+
+
+def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def principal_in(certificate: x509.Certificate) -> Principal | None:

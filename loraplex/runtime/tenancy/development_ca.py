@@ -26,6 +26,8 @@ class DevelopmentCa:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Loraplex development CA")])
         self._identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self.life_end = datetime.now(UTC) + life
+        # Its certificate, and those of the authorities before it that have not ended.
         self.pem = self._own_certificate(life)
 
     @classmethod
@@ -33,13 +35,22 @@ class DevelopmentCa:
         """Return the authority that `write_ca` wrote. Raises OSError, and ValueError for files that are not its."""
         authority = cls.__new__(cls)
         authority.pem = (directory / "ca.pem").read_bytes()
-        certificate = x509.load_pem_x509_certificate(authority.pem)
+        certificate = x509.load_pem_x509_certificates(authority.pem)[0]
         key = load_pem_private_key((directory / "ca-key.pem").read_bytes(), password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
             raise ValueError("ca-key.pem is not the key of ca.pem")
         authority._key, authority._subject = key, certificate.subject
         authority._identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        authority.life_end = certificate.not_valid_after_utc
         return authority
+
+    def successor(self, life: timedelta) -> DevelopmentCa:
+        """Return a new authority, whose `pem` has this one too for as long as it lasts."""
+        successor = DevelopmentCa(life)
+        for certificate in x509.load_pem_x509_certificates(self.pem):
+            if certificate.not_valid_after_utc > datetime.now(UTC):
+                successor.pem += certificate.public_bytes(Encoding.PEM)
+        return successor
 
     def _own_certificate(self, life: timedelta) -> bytes:
         usage = x509.KeyUsage(
@@ -63,7 +74,13 @@ class DevelopmentCa:
         return certificate.public_bytes(Encoding.PEM)
 
     def issue(self, uri: str, hosts: Sequence[str] = (), life: timedelta = timedelta(days=DAYS)) -> tuple[bytes, bytes]:
-        """Return a certificate and its private key, both PEM. `hosts` are the names and addresses that it serves."""
+        """Return a certificate and its private key, both PEM. `hosts` are the names and addresses that it serves.
+
+        It ends with the authority at the latest. Raises ValueError for an authority that has ended.
+        """
+        if (left := self.life_end - datetime.now(UTC)) <= timedelta(0):
+            ended = f"the authority ended on {self.life_end:%Y-%m-%d}"
+            raise ValueError(f"{ended}; `loraplex certs renew DIR --ca` makes another")
         key = ec.generate_private_key(ec.SECP256R1())
         name = uri.rpartition("://")[2]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
@@ -71,7 +88,7 @@ class DevelopmentCa:
         purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identifier)
         certificate = (
-            _builder(subject, self._subject, key.public_key(), life)
+            _builder(subject, self._subject, key.public_key(), min(life, left))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
@@ -81,11 +98,11 @@ class DevelopmentCa:
         return certificate.public_bytes(Encoding.PEM), _pem(key)
 
     def ends(self, directory: Path) -> dict[str, datetime]:
-        """Return the ends of the authority's certificates in a directory, by name as `write` has it.
+        """Return the ends of the authority itself and of its certificates in a directory, by name as `write` has it.
 
         Raises OSError, and ValueError for a file that is no certificate.
         """
-        ends = {}
+        ends = {"ca": self.life_end}
         for key in sorted(directory.glob("*-key.pem")):
             path = directory / f"{key.name.removesuffix('-key.pem')}.pem"
             certificate = x509.load_pem_x509_certificate(path.read_bytes())

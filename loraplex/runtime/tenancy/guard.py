@@ -239,7 +239,7 @@ class Guard(CallGuard):
         if not permission.allows(principal.roles, self._ports):
             roles, ports = ", ".join(sorted(principal.roles)), ", ".join(sorted(self._ports))
             raise PermissionDenied(f"role {roles} may not call this at the {ports} port", "ROLE_NOT_PERMITTED")
-        if principal.scopes and permission.scope not in principal.scopes:
+        if not permission.is_within(principal.scopes):
             raise PermissionDenied(f"the credential has no scope {permission.scope}", "SCOPE_NOT_GRANTED")
 
 

@@ -30,6 +30,7 @@ Roles = frozenset[Role]
 class Permission:
     """The roles that may call a method, by port. A key or token that has scopes needs this `scope` among them.
 
+    The scope `generate` includes `tokenize`: whoever may generate may list the base models and count tokens first.
     `anybody`: no credential is asked for, at any port.
     """
 
@@ -40,6 +41,10 @@ class Permission:
     def allows(self, roles: Roles, ports: frozenset[Port]) -> bool:
         """Tell whether one of the roles may call the method at one of the ports."""
         return any(roles & allowed for port, allowed in self.roles.items() if port in ports)
+
+    def is_within(self, scopes: frozenset[str]) -> bool:
+        """Tell whether a credential with these scopes may call the method; without any it may call all."""
+        return not scopes or self.scope in scopes or (self.scope == TOKENIZE and GENERATE in scopes)
 
 
 _USERS = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN})

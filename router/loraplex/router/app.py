@@ -227,7 +227,7 @@ class Router:
         keys = KeyDirectory(stale_s=self.settings.store_away_s)
         self.metrics.keys_age.set_function(keys.age_s)
         if (tls := self.tls) is not None:
-            self.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
+            self.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert, tls.content.ca))
         if self.seals is not None:  # what is not opened is reported as callers are
             self.seals.on_refused = lambda kind, error: self._refused(
                 f"redis/{kind}", None, PermissionDenied(str(error), error.reason), "redis:"

@@ -441,7 +441,7 @@ def _credentials(settings: Settings, metrics: WorkerMetrics, refusals: RefusedCa
     from loraplex.runtime.tenancy.certificates import end_of
     from loraplex.worker.io.credentials import credentials_of
 
-    metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
+    metrics.certificate_end.set_function(lambda: end_of(tls.content.cert, tls.content.ca))
     return credentials_of(tls, settings.job_key, metrics, refusals)
 
 
