@@ -66,7 +66,8 @@ OPERATOR, AUDITOR, ROUTER = principal(Role.OPERATOR), principal(Role.AUDITOR), p
         (OPERATOR, Port.OPERATORS, UPLOAD, "globex", "globex"),
         (OPERATOR, Port.PUBLIC, GENERATE, "globex", "ROLE_NOT_PERMITTED"),
         (AUDITOR, Port.OPERATORS, LIST_JOBS, "", ""),
-        (AUDITOR, Port.OPERATORS, UPLOAD, "", "ROLE_NOT_PERMITTED"),
+        (AUDITOR, Port.OPERATORS, LIST_ADAPTERS, "globex", "globex"),
+        (AUDITOR, Port.OPERATORS, UPLOAD, "globex", "ROLE_NOT_PERMITTED"),
         (ROUTER, Port.OPERATORS, UPLOAD, "acme", "ROLE_NOT_PERMITTED"),
         (
             TOKENIZER,

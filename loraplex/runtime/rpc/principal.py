@@ -27,9 +27,9 @@ class Role(StrEnum):
 
 # Roles of callers that belong to a tenant.
 TENANT_ROLES = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN})
-# Roles that name the tenant whom a call concerns in its metadata: parts of the cluster, which act for all tenants, and
-# operators. For all others the credential alone says it.
-NAMING_ROLES = frozenset({Role.OPERATOR, Role.ROUTER, Role.WORKER})
+# Roles that name the tenant whom a call concerns in its metadata: parts of the cluster, which act for all tenants,
+# operators, and auditors, who may read alone. For all others the credential alone says it.
+NAMING_ROLES = frozenset({Role.OPERATOR, Role.AUDITOR, Role.ROUTER, Role.WORKER})
 
 
 class CredentialKind(StrEnum):

@@ -73,7 +73,7 @@ REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 _GENERATE = Permission(GENERATE, {Port.PUBLIC: _USERS})
 _TOKENIZE = Permission(TOKENIZE, {Port.PUBLIC: _USERS})
 # Operators upload adapters too: those of all tenants, of the tenant `shared`.
-_READ_ADAPTERS = Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS})
+_READ_ADAPTERS = Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
 _WRITE_ADAPTERS = Permission(ADAPTERS_WRITE, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS})
 _READ_CLUSTER = Permission(CLUSTER_READ, {Port.OPERATORS: _WATCHERS})
 _WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
@@ -120,7 +120,7 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListRevisions": _READ_ADAPTERS,
             # Names of all tenants' adapters, as GetTraffic has them.
             "FindRevisions": _READ_CLUSTER,
-            "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS | _ROUTERS}),
+            "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS | _ROUTERS}),
             "ListAdapterChanges": Permission(ADAPTERS_READ, {Port.OPERATORS: _ROUTERS}),
             "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
             "RegisterBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
@@ -201,7 +201,7 @@ PERMISSIONS: Mapping[str, Permission] = {
         {
             "CreateGrant": _WRITE_ADAPTERS,
             "DeleteGrant": _WRITE_ADAPTERS,
-            "ListGrants": Permission(ADAPTERS_READ, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS}),
+            "ListGrants": Permission(ADAPTERS_READ, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _WATCHERS}),
         },
     ),
     **_of("loraplex.relay.v1.RelayService", {"Connect": Permission(RELAY, {Port.RELAY: frozenset({Role.WORKER})})}),
