@@ -58,7 +58,10 @@ async def models(store: str, *arguments: str) -> str:
 async def test_the_list_shows_what_requests_get_that_leave_sampling_unset(store: str, proposing: Path) -> None:
     proposed = "temperature 0.6, top_k 20, repetition_penalty 1.05"
     assert proposed in await models(store, "push", str(proposing))
-    assert "generation_config" not in await models(store, "push", str(EXAMPLE), "--name", "plain")
+    second = await models(store, "push", str(EXAMPLE), "--name", "plain")
+    assert "generation_config" not in second
+    assert "the store has proposing too: requests that name no model" in second
+    assert "requests that name no model" not in await models(store, "push", str(EXAMPLE), "--name", "plain")
     listed = {model["name"]: model["generation_config"] for model in json.loads(await models(store, "list", "--json"))}
     given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
     assert listed == {"proposing": given, "plain": {}}

@@ -71,11 +71,14 @@ def push(
     directory, name = local_model(path, name)
     model = read_model(directory, name, quantize, kv_cache_dtype)
     with store_client(store, tenant) as client:
+        before = {one.name for one in client.models()}
         kept = client.register_model(registered(model), model.files, replace=replace, stage=stage)
     if kept.state in {"live", ""}:
         say(f"registered {model.name} {model.digest}")
     else:
         say(f"{kept.state} {model.name} {model.digest}; start its workers, then: loraplex models promote {model.name}")
+    if len(before) == 1 and model.name not in before:
+        say(f"the store has {', '.join(before)} too: requests that name no model are refused from now on")
     if defaults := model.generation_config.text:
         say(f"requests that leave them unset get the values of its generation_config.json: {defaults}")
     if directory != path:
