@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,7 +12,9 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from loraplex.runtime.rpc.probe import main
 from loraplex.runtime.rpc.server import Server
+from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.telemetry.metrics import Meters, serve_metrics
+from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import open_guard
 from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 
@@ -27,6 +30,36 @@ async def test_the_probe_tells_whether_a_process_serves(capsys: pytest.CaptureFi
     await server.stop(0)
     assert await asyncio.to_thread(main, [address]) == 1
     assert f"error: {address} does not answer" in capsys.readouterr().err
+
+
+async def test_the_probe_says_how_its_tls_differs_from_the_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ca, other = DevelopmentCa(), DevelopmentCa()
+    authority = ca.write_ca(tmp_path)
+    (tmp_path / "other.pem").write_bytes(other.pem)
+    files = ca.write(tmp_path, "router", ca.issue("loraplex://router/router", ["localhost"]))
+    strange = other.write(tmp_path, "strange", other.issue("loraplex://operator/ann"))
+    tls = TlsFiles(*files, authority)
+    server = Server()
+    plain, public, operators = [
+        f"localhost:{server.bind('localhost', 0, credentials)}"
+        for credentials in (None, *(tls.server_credentials(client_certificates=one) for one in (False, True)))
+    ]
+    await server.start()
+    await server.set_serving(True)
+    ours, with_strange = ["--ca", str(authority)], ["--cert", str(strange[0]), "--key", str(strange[1])]
+    for arguments, fault in (
+        ([public], "it speaks TLS: give --ca FILE"),
+        ([plain, *ours], "it speaks no TLS: leave out --ca"),
+        ([operators, *ours], "it asks for a client certificate: give --cert FILE --key FILE"),
+        ([operators, *ours, *with_strange], f"it does not take the client certificate {strange[0]}"),
+        ([public, "--ca", str(tmp_path / "other.pem")], "its certificate is not trusted: "),
+    ):
+        assert await asyncio.to_thread(main, arguments) == 1
+        assert capsys.readouterr().err.startswith(f"error: {arguments[0]} does not answer: {fault}")
+    assert await asyncio.to_thread(main, [public, *ours]) == 0
+    await server.stop(0)
 
 
 async def test_the_probe_asks_a_url_too(capsys: pytest.CaptureFixture[str]) -> None:

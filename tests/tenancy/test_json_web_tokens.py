@@ -157,6 +157,12 @@ def test_what_the_issuer_did_not_make_so_is_refused(reader: JwtReader, how: str)
     assert refusal(reader, FORGED[how]) == "CREDENTIAL_INVALID"
 
 
+@pytest.mark.parametrize("claim", ["aud", "iss", "exp", "tenant"])
+def test_a_claim_that_is_missing_is_named(reader: JwtReader, claim: str) -> None:
+    with pytest.raises(CallError, match=f"the token has no claim `{claim}`"):
+        read(reader, token(**{claim: None}))
+
+
 def test_a_token_expires_after_the_skew(reader: JwtReader) -> None:
     assert read(reader, token(exp=time.time() - SKEW_S + 20)).tenant == "acme"
     assert refusal(reader, token(exp=NOW - SKEW_S - 1)) == "CREDENTIAL_EXPIRED"

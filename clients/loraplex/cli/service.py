@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -114,12 +115,25 @@ def explain(error: LoraplexError, service: str, address: str) -> CommandError:
 
 def _no_answer(error: UnavailableError, service: str, address: str) -> CommandError:
     cause = error.message.rsplit(": ", 1)[-1].rstrip("]")
+    if fault := _tls_fault(address):
+        return CommandError(f"no {service} answers at {address}: {fault}")
     if "connect" not in error.message and "resol" not in error.message:
         return CommandError(f"the {service} at {address} went away: {cause}; try again", 1)
     next_step = f"start one with `loraplex up`, or give its address with {_FLAGS[service]}"
     if any("://" in part or ":" not in part for part in address.split(",")):
         next_step = f"{_FLAGS[service]} takes HOST:PORT, such as {_USUAL[service]}"
     return CommandError(f"no {service} answers at {address} ({cause}); {next_step}")
+
+
+def _tls_fault(address: str) -> str:
+    """Return why TLS keeps the command, with its credentials, from one address; empty: it does not."""
+    from loraplex.runtime.rpc.probe import tls_fault
+    from loraplex_client.endpoint import SYSTEM_CA, credentials_of
+
+    if (tls := credentials_of(None, None).tls) is None:
+        return tls_fault(address, None)
+    ca = ssl.get_default_verify_paths().cafile if tls.ca == SYSTEM_CA else str(tls.ca)
+    return tls_fault(address, ca, *(str(file) if file else None for file in (tls.cert, tls.key)))
 
 
 def _next_step(error: LoraplexError) -> str:

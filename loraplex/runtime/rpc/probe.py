@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import ssl
 import sys
 import urllib.error
@@ -39,12 +40,52 @@ def main(argv: Sequence[str]) -> int:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
-            print(f"error: {address} does not answer: {error.details()}", file=sys.stderr)
+            cause = tls_fault(address, arguments.ca, arguments.cert, arguments.key) or error.details()
+            print(f"error: {address} does not answer: {cause}", file=sys.stderr)
             return 1
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         print(f"error: {address} is not serving", file=sys.stderr)
         return 1
     return 0
+
+
+def tls_fault(address: str, ca: str | None, cert: str | None = None, key: str | None = None) -> str:
+    """Return why a client with these PEM files gets no connection, where TLS is why; `ca` is None for one without TLS.
+
+    gRPC says of all of it that the socket was closed.
+    """
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=ca) if ca else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    if ca is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        if cert and key:
+            context.load_cert_chain(cert, key)
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host.strip("[]")) as connection,
+        ):
+            if ca is None:
+                return "it speaks TLS: give --ca FILE"
+            if _is_taken(connection):
+                return ""
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate is not trusted: {error.verify_message.rstrip('.')}"
+    except (OSError, ValueError) as error:
+        is_plain = ca and getattr(error, "reason", "") == "WRONG_VERSION_NUMBER"
+        return "it speaks no TLS: leave out --ca" if is_plain else ""
+    if cert:
+        return f"it does not take the client certificate {cert}"
+    return "it asks for a client certificate: give --cert FILE --key FILE"
+
+
+def _is_taken(connection: ssl.SSLSocket) -> bool:
+    """Wait for the first byte of an HTTP/2 server, which closes a connection whose certificate it does not take."""
+    try:
+        return bool(connection.recv(1))
+    except (ssl.SSLError, ConnectionError):
+        return False
 
 
 def _ask_url(url: str, ca: str | None) -> int:

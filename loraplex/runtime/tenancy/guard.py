@@ -227,7 +227,8 @@ class Guard(CallGuard):
         holders = [principal for reader in self._readers if (principal := reader.read(metadata, auth_context))]
         if not holders:
             raise Unauthenticated(
-                "no credential: give an API key, a token or a certificate", reason="CREDENTIAL_MISSING"
+                "no credential: give an API key or a token, or a certificate at a port that asks for one",
+                reason="CREDENTIAL_MISSING",
             )
         if len(holders) > 1:
             raise Unauthenticated(

@@ -228,6 +228,8 @@ class JwtReader:
             return _principal(claims)
         except jwt.ExpiredSignatureError:
             raise bad_credential("the token has expired", "CREDENTIAL_EXPIRED") from None
+        except jwt.MissingRequiredClaimError as error:
+            raise bad_credential(f"the token has no claim `{error.claim}`") from None
         except (jwt.PyJWTError, ArithmeticError, RecursionError, TypeError, ValueError):
             raise bad_credential("the token is not valid") from None
 
@@ -240,6 +242,8 @@ def _principal(claims: Mapping[str, Any]) -> Principal:
     roles = frozenset(allowed[one] for one in named)
     tenant = claims.get("tenant", "")
     if roles <= TENANT_ROLES:
+        if "tenant" not in claims:
+            raise bad_credential("the token has no claim `tenant`, the name of its holder's tenant")
         if not isinstance(tenant, str) or not is_tenant(tenant) or tenant in RESERVED_TENANTS:
             raise bad_credential("the token's claim `tenant` is not a tenant")
     elif roles & TENANT_ROLES or tenant:
