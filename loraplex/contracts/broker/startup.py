@@ -63,15 +63,12 @@ async def open_client(url: str, flag: str) -> Redis:
 
 def _may_pass(error: RedisUnreachableError) -> bool:
     """Tell whether waiting may fix an error."""
-    # A bad URL has a ValueError as its cause; a version that is too old, or a server that evicts, has no cause.
-    return isinstance(error.__cause__, REDIS_DOWN) and not _is_refused(error.__cause__)
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    """Tell whether the server refuses the user; the library makes that the cause of an error of the connection."""
-    while error is not None and not isinstance(error, AuthenticationError):
-        error = error.__cause__
-    return error is not None
+    # A bad URL has a ValueError as its cause; a version that is too old, or a server that evicts, has no cause. A user
+    # whom the server refuses is, for the library, the cause of an error of the connection.
+    may_pass, cause = isinstance(error.__cause__, REDIS_DOWN), error.__cause__
+    while cause is not None:
+        may_pass, cause = may_pass and not isinstance(cause, AuthenticationError), cause.__cause__
+    return may_pass
 
 
 async def _check(redis: Redis, url: str, flag: str) -> None:

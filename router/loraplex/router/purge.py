@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import grpc
-from redis.exceptions import ResponseError
 
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.contracts.artifacts import ArtifactError
@@ -41,8 +39,6 @@ from loraplex.runtime.rpc.server import channel_options
 from loraplex.runtime.rpc.tls import LiveChannel, TlsFiles
 
 log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 def purged_tenant(name: str) -> str:
@@ -147,17 +143,14 @@ class CellPurge:
         """Remove everything, at least twice, until a pass finds nothing; return the places of all passes, by name."""
         until, total, passes = time.monotonic() + PURGE_S, dict[tuple[str, str], pb.PurgedPlace](), 0
         while True:
-            places = await self._pass(tenant)
+            # First at the routers, which else would put things back.
+            places = [*await self._routers(tenant), *await self._stores(tenant), *await self._ask_workers(tenant)]
             passes += 1
             total = _added(total, places)
             clean = not any(place.left or place.error for place in total.values())
             if (clean and passes > 1) or time.monotonic() >= until:
                 return [total[name] for name in sorted(total)]
             await asyncio.sleep(self.pass_s)
-
-    async def _pass(self, tenant: str) -> _Places:
-        """Remove what there is now: first at the routers, which else would put things back."""
-        return [*await self._routers(tenant), *await self._stores(tenant), *await self._ask_workers(tenant)]
 
     async def _routers(self, tenant: str) -> _Places:
         own = _places(f"router {self.own_address}", await self.own_data.forget(tenant))
@@ -186,10 +179,11 @@ class CellPurge:
 
     async def _cell_records(self, model: str, cell: ModelCell, tenant: str) -> _Places:
         part = f"redis {model}/{cell.name}"
-        answer = await _answer(part, cell.queue.forget_tenant(tenant))
-        if isinstance(answer, pb.PurgedPlace):
-            return [answer]
-        counts = {"waiting jobs": answer.jobs, "pins": answer.pins, "records by name": answer.others}
+        try:
+            found = await cell.queue.forget_tenant(tenant)
+        except REDIS_DOWN as error:
+            return [_failed(part, str(error) or type(error).__name__)]
+        counts = {"waiting jobs": found.jobs, "pins": found.pins, "records by name": found.others}
         return [pb.PurgedPlace(part=part, place=place, removed=count) for place, count in counts.items()]
 
     async def _ask_workers(self, tenant: str) -> _Places:
@@ -204,14 +198,6 @@ class CellPurge:
     async def _ask_worker(self, state: WorkerState, tenant: str) -> _Places:
         part, answer = f"worker {state.worker_id}", await self.workers.ask(state.incarnation, tenant)
         return [_failed(part, answer.error)] if answer.error else _places(part, answer.removals)
-
-
-async def _answer(part: str, asked: Awaitable[_T]) -> _T | pb.PurgedPlace:
-    """Return the answer of Redis, or a place with its error."""
-    try:
-        return await asked
-    except (*REDIS_DOWN, ResponseError) as error:
-        return _failed(part, str(error) or type(error).__name__)
 
 
 def _places(part: str, removals: Iterable[relay_pb2.Removal]) -> _Places:

@@ -151,14 +151,16 @@ class _WarmRate:
 
 
 def _check_slots(request: AdapterRequest, pinned: list[AdapterRequest], most: int) -> None:
-    """Raise Mismatch where every worker would refuse a pin, or where the tenant would have more than it leaves.
+    """Raise Mismatch where every worker would refuse a pin, too many have it, or the tenant would have too many.
 
     `most` is how many the largest worker keeps.
     """
     ref = request.adapter
     tenants = {pin.tenant for pin in pinned if pin.adapter.digest == ref.digest}
-    if tenants:  # it is pinned already
-        _check_tenants(request, tenants)
+    if tenants:  # it is pinned already, and stays so for them
+        if request.tenant not in tenants and len(tenants) >= PIN_TENANTS:
+            message = f"{len(tenants)} tenants have pinned it, which are as many as may; it is on all workers"
+            raise Mismatch(ref.revision, message, reason="PIN_SHARED")
         return
     others = {pin.adapter.digest for pin in pinned}
     own = len({pin.adapter.digest for pin in pinned if pin.tenant == request.tenant})
@@ -175,13 +177,6 @@ def _check_slots(request: AdapterRequest, pinned: list[AdapterRequest], most: in
             f"{len(others)} adapters are pinned on all workers, which keep at most {most}; unpin one",
             reason="SLOTS_PINNED",
         )
-
-
-def _check_tenants(request: AdapterRequest, tenants: set[str]) -> None:
-    """Raise Mismatch where as many other tenants as may have pinned an adapter, which stays pinned for them."""
-    if request.tenant not in tenants and len(tenants) >= PIN_TENANTS:
-        message = f"{len(tenants)} tenants have pinned it, which are as many as may; it is on all workers"
-        raise Mismatch(request.adapter.revision, message, reason="PIN_SHARED")
 
 
 Whose = tuple[str, str]

@@ -309,7 +309,10 @@ class ResumeTokens:
                 raise _forged()
             await self._keys.look()
             if not self._is_signed(mac, tenant, packed):
-                raise _forged() if self._keys.settled else _keys_missing()
+                if self._keys.settled:
+                    raise _forged()
+                message = "other routers have yet to store their resume keys again"
+                raise Unavailable(message, retry_after_s=0.5, reason="RESUME_KEYS_MISSING")
         if packed[:1] not in (bytes([VERSION]), bytes([FILLED_VERSION])):  # of another router's version, not forged
             raise InvalidField(
                 "resume_token",
@@ -351,12 +354,6 @@ def _split(token: str) -> tuple[bytes, bytes]:
 def _mac(key: str, tenant: str, packed: bytes) -> bytes:
     # No tenant has a zero byte in its name.
     return hmac.digest(key.encode(), tenant.encode() + b"\0" + packed, "sha256")
-
-
-def _keys_missing() -> Unavailable:
-    return Unavailable(
-        "other routers have yet to store their resume keys again", retry_after_s=0.5, reason="RESUME_KEYS_MISSING"
-    )
 
 
 def _forged() -> InvalidField:
