@@ -318,19 +318,17 @@ class JobQueue:
 
 def _check_queued(answer: Sequence[bytes], limits: QueueLimits) -> None:
     """Raise what an answer of broker/lua/enqueue.lua says of a job that has no place."""
-    if answer[0] == b"late":
-        raise DeadlineUnattainableError(int(answer[1]))
-    if answer[0] == b"quarantined":
-        raise QuarantinedError(int(answer[1]))
-    if answer[0] == b"full":
-        raise _full(answer[1].decode(), answer[2].decode(), limits)
-
-
-def _full(limit: str, owner: str, limits: QueueLimits) -> QueueFullError:
-    if limit == "begun_bytes_when_full":
-        return RedisFullError(f"Redis is out of memory, and {BEGUN_BYTES_WHEN_FULL} bytes of jobs that have begun wait")
-    whose, _, unit = limit.rpartition("_")
-    may_wait = f"{getattr(limits, limit)} {unit} may wait"
-    if whose == "key":
-        return QueueFullError(f"{may_wait} of API key {owner}", key=owner)
-    return QueueFullError(f"{may_wait} of {owner}" if owner else may_wait, owner)
+    match answer:
+        case [b"late", wait_ms]:
+            raise DeadlineUnattainableError(int(wait_ms))
+        case [b"quarantined", left_ms]:
+            raise QuarantinedError(int(left_ms))
+        case [b"full", b"begun_bytes_when_full", _]:
+            most = f"{BEGUN_BYTES_WHEN_FULL} bytes of jobs that have begun wait"
+            raise RedisFullError(f"Redis is out of memory, and {most}")
+        case [b"full", limit, whose]:
+            name, owner = limit.decode(), whose.decode()
+            may_wait = f"{getattr(limits, name)} {name.rpartition('_')[2]} may wait"
+            if name.startswith("key_"):
+                raise QueueFullError(f"{may_wait} of API key {owner}", key=owner)
+            raise QueueFullError(f"{may_wait} of {owner}" if owner else may_wait, owner)
