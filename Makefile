@@ -323,8 +323,9 @@ $(RELEASE)/materials.json: $(STAMP) $(LOCKS)/build.txt
 release: $(STAMP) $(RELEASE)/materials.json $(TOOLS)/.installed $(KUBERNETES)/.unpacked ## Build the files of the release whose tag is checked out, in dist/TAG
 	$(BIN)/python -m deploy.release
 
-release-check: release ## Build the release twice, and run README's first command in an empty environment from its files
-	$(BIN)/python -m tests.trials.release
+PYTHON ?=
+release-check: release ## Build the release twice, and run the README's commands in an empty environment of PYTHON
+	$(BIN)/python -m tests.trials.release $(if $(PYTHON),--python "$(PYTHON)")
 
 clean: ## Remove .venv, the generated stubs and every cache
 	rm -rf .venv gen clients/python/gen .loraplex dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \

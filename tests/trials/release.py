@@ -1,17 +1,19 @@
 """`make release-check`: a release is built twice with the same bytes, and answers in an environment of its files alone.
 
-Runs the README's commands of "From a release" in a new environment and an empty directory, beside the files that
-`make release` has left in dist/TAG.
+    python -m tests.trials.release --python python3.12
+
+Runs the README's commands of "From a release" in a new environment of that Python and in an empty directory, with the
+files that `make release` has left in dist/TAG.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,9 +45,9 @@ def check_bytes(source: Source, place: Path) -> None:
     print(f"{source.tag}: two builds have the same bytes", flush=True)
 
 
-def check_installation(source: Source, place: Path, folder: Path) -> None:
+def check_installation(source: Source, place: Path, folder: Path, python: str) -> None:
     """Run the README's commands in an empty environment, and compare what the command says of itself."""
-    venv.create(folder / "venv", with_pip=True)
+    subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     files = shutil.copytree(place, folder / "files")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LORAPLEX_"))}
     environ["PATH"] = f"{folder / 'venv' / 'bin'}:{environ['PATH']}"
@@ -63,13 +65,16 @@ def _run(*command: str, cwd: Path, env: Mapping[str, str]) -> str:
 
 def main() -> None:
     """Check the release of the checkout, which is in dist/TAG."""
+    parser = argparse.ArgumentParser(description="Build a release again, and run the README's commands with it.")
+    parser.add_argument("--python", default=sys.executable, help="Python of the empty environment")
+    python = parser.parse_args().python
     source = read_source(ROOT)
     place = ROOT / "dist" / source.tag
     check_bytes(source, place)
     with TemporaryDirectory() as folder:
-        check_installation(source, place, Path(folder))
-    print(f"{source.tag}: the README's commands work in an empty environment")
+        check_installation(source, place, Path(folder), python)
+    print(f"{source.tag}: the README's commands work in an empty environment of {python}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
