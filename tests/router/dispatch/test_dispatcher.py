@@ -178,12 +178,17 @@ async def test_jobs_that_no_worker_can_claim_end_and_others_go_on(dispatcher: Di
     assert await redis.zscore(KEYS.waiting, "waits") is None
 
 
-async def test_a_claim_that_never_shows_is_dispatched_again(dispatcher: Dispatcher, queue: JobQueue) -> None:
-    watch = asyncio.create_task(dispatcher.redispatch_missing())
-    async with dispatched(dispatcher, job()):
-        assert (await claim(queue)).attempt == 1  # and its worker dies before it says so
+async def test_claims_that_never_show_are_dispatched_again_with_a_line_for_all_of_a_look(
+    queue: JobQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    timing = DispatchTiming(look_s=0.01, claim_grace_s=0.01)
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement(), timing=timing)
+    async with dispatched(dispatcher, job()), dispatched(dispatcher, job("k")):
+        assert (await claim(queue)).attempt == 1  # of both, and their worker dies before it says so
+        watch = asyncio.create_task(dispatcher.redispatch_missing())
         assert (await claim(queue)).attempt == 2
-    watch.cancel()
+        watch.cancel()
+    assert caplog.messages[0] == "2 jobs were claimed and never bound; they are dispatched again"
 
 
 async def test_a_returned_job_goes_on_elsewhere(dispatcher: Dispatcher, queue: JobQueue) -> None:

@@ -376,16 +376,18 @@ class Dispatcher:
     def _take(
         self, jobs: Sequence[RoutedJob], attempts: Sequence[tuple[str, int]], states: Sequence[QueueState]
     ) -> None:
-        now = time.monotonic()
+        now, missing = time.monotonic(), list[str]()
         for routed, (_, attempt), state in zip(jobs, attempts, states, strict=True):
             if state is QueueState.DISPLACED:
                 self._end_displaced(routed, attempt)
             elif routed.looked_up(waiting=state is QueueState.WAITS, now=now) >= self._grace_s(routed):
-                log_fields = fields(job_id=routed.job.job_id, attempt=routed.job.attempt)
-                log.warning("a job was claimed and never bound", extra=log_fields)
-                self._metrics.redispatches.labels(UNCLAIMED).inc()
+                missing.append(routed.job.job_id)
                 routed.unclaimed += 1
                 self._redispatch(routed)
+        if missing:
+            self._metrics.redispatches.labels(UNCLAIMED).inc(len(missing))
+            message = "%d jobs were claimed and never bound; they are dispatched again"
+            log.warning(message, len(missing), extra=fields(job_id=missing[0]))
 
     async def _renew_seals(self, queue: JobQueue, jobs: Sequence[RoutedJob]) -> None:
         """Seal the jobs anew that have waited for long, some in each look; a worker refuses a seal that is too old."""
