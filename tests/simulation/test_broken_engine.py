@@ -9,9 +9,10 @@ import pytest
 
 from loraplex.contracts.broker.liveness import Liveness
 from loraplex.contracts.broker.messages import WorkerPhase, WorkerState
+from loraplex.router.catalog.cells import GONE_S
 from loraplex.worker.io.app import EngineSession
 from loraplex.worker.io.membership import Presence
-from loraplex.worker.ipc import Add, ToEngine
+from loraplex.worker.ipc import Add, Ready, ToEngine
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.run import simulate_scenario
@@ -76,3 +77,28 @@ def test_a_worker_whose_engine_has_died_is_not_put_back_into_service(monkeypatch
     assert not outcome.wrong, str(outcome)
     assert sorted(outcome.fired) == [Kind.REDIS_HANG, Kind.ENGINE_KILL]
     assert not restored
+
+
+# Virtual seconds that an engine takes to start, longer than routers wait for a worker of which they hear nothing.
+START_S = 3 * GONE_S
+
+
+def test_calls_wait_while_the_only_worker_starts_its_engine_again_on_a_slow_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ready = SimulatedEngine.ready
+
+    async def ready_late(engine: SimulatedEngine) -> Ready:
+        if asyncio.get_running_loop().time() > 1.0:
+            await asyncio.sleep(START_S)
+        return await ready(engine)
+
+    monkeypatch.setattr(SimulatedEngine, "ready", ready_late)
+    plans = tuple(plan(number, 1.0 + number, 20) for number in range(int(START_S)))
+    cluster = {"workers": 1, "routers": 1, "rows": 8, "kv_blocks": 200, "backlog": False}
+    faults = (Fault(Kind.ENGINE_KILL, 1.5, 0.0, 0, 0),)
+    outcome = simulate_scenario(replace(draw(0), plans=plans, faults=faults, **cluster))  # type: ignore[arg-type]
+    assert not outcome.wrong, str(outcome)
+    assert outcome.fired == [Kind.ENGINE_KILL]
+    assert outcome.ends == {End.COMPLETED: len(plans)}
+    assert not outcome.reasons

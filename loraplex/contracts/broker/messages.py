@@ -270,7 +270,8 @@ class WorkerPhase(StrEnum):
 
     SERVING = "serving"
     DRAINING = "draining"
-    # Claims nothing for a while, since several engines died in a row, or it could not open the last jobs' seals.
+    # Claims nothing for a while, since its engine died and another starts, several died in a row, or it could not open
+    # the last jobs' seals.
     FAILING = "failing"
 
     @classmethod
@@ -310,6 +311,8 @@ class WorkerState:
     sets: dict[str, WeightedParts] = field(default_factory=dict)
     # True if its last fetch of an adapter failed: it is home of no adapter that it lacks.
     fetch_fails: bool = False
+    # True while its engine starts in place of one that died in service: jobs wait for it.
+    returns: bool = False
 
 
 # In front of a sealed job or command.

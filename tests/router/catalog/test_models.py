@@ -410,6 +410,29 @@ async def test_no_call_waits_for_a_worker_that_drained_before_it_was_gone() -> N
     assert not cells.live.expects("tiny", serves("w1").base_digest)
 
 
+async def test_calls_wait_for_a_worker_that_was_lost_while_another_one_drains() -> None:
+    cells = TwoCells()
+    await cells.look()
+    cells.main.workers, cells.second.workers = [], [replace(serves("w2"), phase=WorkerPhase.DRAINING)]
+    await cells.look(1.0)
+    assert cells.live.expects("tiny", serves("w1").base_digest)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+async def test_a_worker_that_claims_nothing_for_a_while_is_waited_for_for_long_only_if_it_returns(
+    returns: bool,
+) -> None:
+    cells = TwoCells()
+    cells.second.workers = []
+    await cells.look()
+    cells.main.workers = [replace(serves("w1"), phase=WorkerPhase.FAILING, returns=returns)]
+    await cells.look(1.0)
+    assert cells.live.expects("tiny", serves("w1").base_digest)
+    await cells.look(2 * GONE_S)
+    assert cells.live.expects("tiny", serves("w1").base_digest) is returns
+    assert bool(cells.live.sizes("tiny", serves("w1").base_digest)) is returns, "jobs of its size wait for it"
+
+
 async def test_where_all_cells_are_away_no_worker_counts_as_dead() -> None:
     cells = TwoCells()
     await cells.look()

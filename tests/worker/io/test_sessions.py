@@ -38,6 +38,7 @@ class Session:
 
     def __init__(self, served: bool) -> None:
         self.served = served
+        self.state = self.former = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lose the engine."""

@@ -134,12 +134,12 @@ class LiveWorkers:
         self._servers: dict[str, _Server] = {}
         # Those whose first census has come.
         self._cells: dict[CellKey, _Cell] = {}
-        # The workers of all cells by model; and the sizes of those that take new jobs: maximum tokens and rank, by base
-        # digest.
+        # The workers of all cells by model; and the sizes of those that take new jobs or will in a moment: maximum
+        # tokens and rank, by base digest.
         self._workers: dict[str, list[WorkerState]] = {}
         self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
-        # When a worker that takes new jobs was last seen, by model and base digest; without those that drain since.
-        self._seen_at: dict[tuple[str, str], float] = {}
+        # When a worker of such a size was last seen, by model, base digest and its id; without those that drain since.
+        self._seen_at: dict[tuple[str, str, str], float] = {}
 
     def of(self, model: str) -> list[WorkerState] | None:
         """Return a model's live workers; None before its first census."""
@@ -155,13 +155,13 @@ class LiveWorkers:
         return known.homes.get(digest[-ADAPTER_DIGITS:], 1) if known else 1
 
     def sizes(self, model: str, base_digest: str) -> set[tuple[int, int]] | None:
-        """Return the sizes of the workers that take new jobs of a base model; None: there is no such worker."""
+        """Return the sizes of the workers that take new jobs of a base model, or will in a moment; None: none does."""
         return self._sizes.get(model, {}).get(base_digest)
 
     def expects(self, model: str, base_digest: str) -> bool:
         """Tell whether a worker that takes new jobs of a base model lives, or may be back in a moment."""
-        seen_at = self._seen_at.get((model, base_digest))
-        return seen_at is not None and self._clock() - seen_at < GONE_S
+        now = self._clock()
+        return any(now - at < GONE_S for seen, at in self._seen_at.items() if seen[:2] == (model, base_digest))
 
     def jobs_per_s(self, model: str, cell: str) -> float:
         """Return how many jobs have lately come into a cell in a second."""
@@ -270,7 +270,8 @@ class LiveWorkers:
 
     def _merge(self, models: Mapping[str, Liveness]) -> None:
         """Bring the workers of these models together; without those of a cell that is away, while another is not."""
-        everywhere = self.redis_is_away
+        everywhere, now = self.redis_is_away, self._clock()
+        self._seen_at = {seen: at for seen, at in self._seen_at.items() if now - at < GONE_S}
         for model in models:
             cells = [(cell, known) for (name, cell), known in self._cells.items() if name == model]
             if not cells:
@@ -280,8 +281,9 @@ class LiveWorkers:
             self._workers[model] = workers
             sizes = self._sizes[model] = dict[str, set[tuple[int, int]]]()
             for state in workers:
-                if state.phase is WorkerPhase.SERVING:
+                seen = model, state.base_digest, state.worker_id
+                if state.phase is WorkerPhase.SERVING or state.returns:
                     sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
-                else:
-                    self._seen_at.pop((model, state.base_digest), None)
-            self._seen_at.update(((model, digest), self._clock()) for digest in sizes)
+                    self._seen_at[seen] = now
+                elif state.phase is WorkerPhase.DRAINING:
+                    self._seen_at.pop(seen, None)

@@ -25,7 +25,7 @@ from redis.asyncio import Redis
 from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
 from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import Keys
-from loraplex.contracts.broker.liveness import Liveness
+from loraplex.contracts.broker.liveness import BEAT_MS, Liveness
 from loraplex.contracts.broker.messages import WorkerPhase, WorkerState
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.startup import connect_once_up
@@ -80,7 +80,10 @@ TURN_S = 0.1
 
 
 class EngineSession:
-    """The life of one engine process. `served`: it was ready, and this worker took jobs for it."""
+    """The life of one engine process. `served`: it was ready, and this worker took jobs for it.
+
+    `former`: the worker's state with the engine before, where that served; `state`: its own, at the last beat.
+    """
 
     def __init__(
         self,
@@ -106,6 +109,8 @@ class EngineSession:
         self._link_credentials, incarnation = credentials.link if credentials else None, secrets.token_hex(8)
         self._incarnation = credentials.link.named(incarnation) if credentials else incarnation
         self.served = False
+        self.former: WorkerState | None = None
+        self.state: WorkerState | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until told to stop. Raises EngineLostError or EngineUnusableError."""
@@ -121,6 +126,7 @@ class EngineSession:
         """Wait until the engine has loaded its model, and the store knows this model."""
         registering = asyncio.create_task(wait_until_registered(self._fetcher.store, self._base))
         loading = asyncio.create_task(engine.ready())
+        returning = asyncio.create_task(self._announce_return())
         try:
             done, _ = await asyncio.wait({registering, loading}, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -130,6 +136,14 @@ class EngineSession:
         finally:
             registering.cancel()
             loading.cancel()
+            returning.cancel()
+
+    async def _announce_return(self) -> None:
+        """Beat while the engine starts, however slowly, in place of one that served: jobs of its size wait for it."""
+        if self.former is not None:
+            state = replace(self.former, incarnation=self._incarnation, phase=WorkerPhase.FAILING, returns=True)
+            idle = replace(state, rows_running=0, rows_waiting=0, blocks_referenced=0, slots_pinned=0, adapters=())
+            await every(BEAT_MS / 1e3, lambda: self._liveness.beat(idle), passing=REDIS_DOWN)
 
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
@@ -211,7 +225,8 @@ class EngineSession:
             identity = (self._worker_id, self._incarnation, phase, self._base, engine.pid)
             stats = results.stats
             now = worker_state(*identity, results.limits, stats, self._fetcher.stats)
-            return replace(now, sets=self._fetcher.sets.among(stats.adapters), fetch_fails=self._fetcher.fails)
+            self.state = replace(now, sets=self._fetcher.sets.among(stats.adapters), fetch_fails=self._fetcher.fails)
+            return self.state
 
         def follow(routers: Sequence[str]) -> None:
             results.links.follow(routers)
@@ -416,15 +431,17 @@ async def run_sessions(
 
     Raises EngineUnusableError, also where START_DEATHS_LIMIT engines died and none has served.
     """
-    pause_s, ever_served, start_deaths = restart_s, False, 0
+    pause_s, ever_served, start_deaths, former = restart_s, False, 0, None
     while not stop.is_set():
         session = new_session()
+        session.former = former
         try:
             await session.run(stop)
         except EngineLostError as error:
             metrics.engines_lost.inc()
             log.error("%s; %s", error, "stopping" if stop.is_set() else "starting another")
             ever_served = ever_served or session.served
+            former = session.state if session.served else None
             start_deaths += 1
             if not ever_served and start_deaths >= START_DEATHS_LIMIT:
                 raise EngineUnusableError(
