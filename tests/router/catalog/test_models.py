@@ -179,11 +179,11 @@ async def test_a_redis_that_does_not_answer_ends_nobody_and_is_named(server: Val
             while router.models.waits_for():
                 assert await router.look() == ["w1"]
         assert len(router.live) == 1
-        router.ahead_s = 20
         await redis.delete(*await redis.keys(KEYS.prefix + "roll:*"))  # as its time to live would
-        assert await router.look() == []
+        for router.ahead_s in (20, 20 + GONE_S):
+            assert await router.look() == []
         assert "a worker that serves tiny" in router.models.waits_for()
-        assert router.live[1:] == [set()]
+        assert router.live[1:] == [set(), set()]
 
 
 async def test_a_worker_that_is_removed_is_gone_at_the_next_look(redis: Redis) -> None:
@@ -407,6 +407,16 @@ async def test_no_call_waits_for_a_worker_that_drained_before_it_was_gone() -> N
     await cells.look(1.0)
     cells.main.workers = []
     await cells.look(1.0)
+    assert not cells.live.expects("tiny", serves("w1").base_digest)
+
+
+async def test_a_router_that_looks_late_waits_for_a_worker_from_the_first_look_without_it() -> None:
+    cells = TwoCells()
+    await cells.look()
+    cells.main.workers = cells.second.workers = []
+    await cells.look(2 * GONE_S)
+    assert cells.live.expects("tiny", serves("w1").base_digest)
+    await cells.look(GONE_S)
     assert not cells.live.expects("tiny", serves("w1").base_digest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,8 +139,9 @@ class LiveWorkers:
         # tokens and rank, by base digest.
         self._workers: dict[str, list[WorkerState]] = {}
         self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
-        # When a worker of such a size was last seen, by model, base digest and its id; without those that drain since.
-        self._seen_at: dict[tuple[str, str, str], float] = {}
+        # Time of the first look without a worker that a look saw before, infinite for those that are there; by model,
+        # base digest and its id; without those that drain since. A look may be late, so the last one with it won't do.
+        self._gone_at: dict[tuple[str, str, str], float] = {}
 
     def of(self, model: str) -> list[WorkerState] | None:
         """Return a model's live workers; None before its first census."""
@@ -161,7 +163,7 @@ class LiveWorkers:
     def expects(self, model: str, base_digest: str) -> bool:
         """Tell whether a worker that takes new jobs of a base model lives, or may be back in a moment."""
         now = self._clock()
-        return any(now - at < GONE_S for seen, at in self._seen_at.items() if seen[:2] == (model, base_digest))
+        return any(now - at < GONE_S for key, at in self._gone_at.items() if key[:2] == (model, base_digest))
 
     def jobs_per_s(self, model: str, cell: str) -> float:
         """Return how many jobs have lately come into a cell in a second."""
@@ -271,7 +273,7 @@ class LiveWorkers:
     def _merge(self, models: Mapping[str, Liveness]) -> None:
         """Bring the workers of these models together; without those of a cell that is away, while another is not."""
         everywhere, now = self.redis_is_away, self._clock()
-        self._seen_at = {seen: at for seen, at in self._seen_at.items() if now - at < GONE_S}
+        self._gone_at = {key: min(at, now) for key, at in self._gone_at.items() if now - at < GONE_S}
         for model in models:
             cells = [(cell, known) for (name, cell), known in self._cells.items() if name == model]
             if not cells:
@@ -281,9 +283,9 @@ class LiveWorkers:
             self._workers[model] = workers
             sizes = self._sizes[model] = dict[str, set[tuple[int, int]]]()
             for state in workers:
-                seen = model, state.base_digest, state.worker_id
+                key = model, state.base_digest, state.worker_id
                 if state.phase is WorkerPhase.SERVING or state.returns:
                     sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
-                    self._seen_at[seen] = now
+                    self._gone_at[key] = math.inf
                 elif state.phase is WorkerPhase.DRAINING:
-                    self._seen_at.pop(seen, None)
+                    self._gone_at.pop(key, None)
