@@ -211,7 +211,7 @@ class EngineSession:
             return
         message = "%d engines died without a step between them: this worker claims nothing and tries again in %.0f s"
         log.error(message, breaker.deaths, breaker.pause_s)
-        await presence.announce_failing()
+        await presence.pause(True)
         beating = asyncio.create_task(presence.beat())
         try:
             await asyncio.sleep(breaker.pause_s)

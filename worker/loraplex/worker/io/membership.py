@@ -171,11 +171,6 @@ class Presence:
         await self._write()
         await self._health.set_serving(True)
 
-    async def announce_failing(self) -> None:
-        """Write the key of a worker that claims nothing, since its engines died one after the other."""
-        self._phase = WorkerPhase.FAILING
-        await self._write()
-
     async def beat(self) -> None:
         """Write the key every BEAT_MS, and at every change; never returns."""
         async with asyncio.TaskGroup() as writes:
