@@ -92,11 +92,12 @@ TESTS.gateway := clients/gateway
 TESTS.loadtest := clients/loadtest
 TESTS.operator := clients/operator clients/scaler
 TESTS.transfers := adapter_store/sources clients/test_transfers.py
+TESTS.releases := adapter_store/releases clients/test_releases.py
 TESTS.engine_protocols := router/api e2e/gateway/test_engine_protocol.py
 TESTS.encoders := worker/engine/encoder
 TESTS.model_tools := worker/engine/gguf worker/engine/quantized/test_copy.py worker/engine/evaluation
 TESTS.kernels := worker/engine/linear worker/engine/test_cpu_attention.py worker/engine/test_cpu_lora.py
-$(foreach room,contracts cli gateway operator transfers,$(eval BELOW.$(room) := runtime))
+$(foreach room,contracts cli gateway operator releases transfers,$(eval BELOW.$(room) := runtime))
 $(foreach room,router worker adapter_store,$(eval BELOW.$(room) := contracts))
 $(foreach room,encoders model_tools,$(eval BELOW.$(room) := worker))
 
@@ -230,7 +231,7 @@ swaps: $(STAMP) ## Move names to other revisions SWAPS times under load
 
 releases: $(STAMP) ## Roll revisions out to RELEASES requests, and kill a promotion at RELEASE_KILLS moments
 	RELEASES=$(RELEASES) RELEASE_KILLS=$(RELEASE_KILLS) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 \
-		tests/e2e/test_releases.py tests/adapter_store/test_release_kills.py
+		tests/e2e/test_releases.py tests/adapter_store/releases/test_release_kills.py
 
 # The last version is the last tag; in a clone without tags, the commit in a file. It is installed without its dependencies.
 upgrade: $(STAMP) ## Upgrade a running cluster from the last tag, part by part under load

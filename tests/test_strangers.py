@@ -27,7 +27,7 @@ CALLS = {
     "transfers/oci.py": "OpenSockets, cut by the transfer's end",
     "transfers/objects.py": "OpenSockets, cut by the transfer's end",
     "transfers/hub.py": "OpenSockets, cut by the transfer's end; the library makes no calls",
-    "adapter_store/webhooks.py": "timed_call; a thread of each webhook",
+    "releases/webhooks.py": "timed_call; a thread of each webhook",
     "runtime/tenancy/json_web_tokens.py": "timed_call",
     "router/quotas/usage_sender.py": "timed_call",
     "adapter_store/bucket.py": "the operator's own bucket",

@@ -33,7 +33,6 @@ from loraplex.adapter_store.embedded import open_database
 from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.adapter_store.plans import StoredPlans, StoreQuotas
 from loraplex.adapter_store.records import NewBase, NewRevision, Revision
-from loraplex.adapter_store.signers import Signers
 from loraplex.adapter_store.storage import CorruptBlob, DataDirectory, DataDirectoryError
 from loraplex.admin.v1.accounts_pb2 import Account
 from loraplex.contracts.artifacts.base_model import read_base_model
@@ -41,6 +40,7 @@ from loraplex.contracts.artifacts.names import AdapterName, RevisionName, parse_
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, revision_digest
 from loraplex.contracts.plans import Plan
+from loraplex.releases.releases import Releases
 from loraplex.router.catalog.store_client import KeyCopy, StoreClient
 from loraplex.runtime.rpc.errors import Aborted, NotFound, Unavailable
 from loraplex.runtime.rpc.principal import Role
@@ -100,7 +100,7 @@ def parts(root: Path, bucket: Any = None, url: str = "") -> Parts:
     if isinstance(data, BucketDirectory):
         data.database = database
     deleted = DeletedRevisions(database, data, 0.0)
-    catalog = Catalog(database, data, deleted, StoreQuotas(StoredPlans(database), StoreMetrics()), Signers({}))
+    catalog = Catalog(database, data, deleted, StoreQuotas(StoredPlans(database), StoreMetrics()), Releases(database))
     BaseModels(database, data).register(NewBase(BASE, {}, False, False), data.new_upload())
     return Parts(data, database, catalog, deleted)
 

@@ -14,16 +14,14 @@ from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any
 
-import grpc
-
 from loraplex.adapter_store.convert import MAX_SIZE, check_key_id, list_page, refusals
 from loraplex.adapter_store.database import Database
 from loraplex.admin.v1 import accounts_pb2 as pb
 from loraplex.admin.v1 import accounts_pb2_grpc
 from loraplex.contracts.artifacts.names import check_tenant
 from loraplex.runtime.rpc.errors import InvalidField
+from loraplex.runtime.rpc.interceptors import Context
 
-Context = grpc.aio.ServicerContext[Any, Any]
 # The columns of an account's row, which are the fields of its message.
 Row = dict[str, Any]
 

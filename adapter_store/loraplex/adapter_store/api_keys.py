@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
-import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -25,6 +23,7 @@ from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
 from loraplex.runtime.rpc.errors import InvalidField, Mismatch, NotFound
+from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import TENANT_ROLES, Role, caller
 from loraplex.runtime.tenancy.api_keys import (
     KEY_ROLES,
@@ -40,7 +39,6 @@ from loraplex.runtime.tenancy.permissions import SCOPES
 _SECOND_NS = 1_000_000_000
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 # Time in seconds for which a rotated key's former secret stays valid by default.
 GRACE_S = 86_400.0
 _LABEL_CHARACTERS = 100

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
-from loraplex.adapters.v1 import releases_pb2_grpc
 
 from loraplex.adapter_store.accounts import AccountService, StoredAccounts
 from loraplex.adapter_store.api_keys import ApiKeys, KeyService
@@ -31,13 +30,8 @@ from loraplex.adapter_store.plans import PlanService, StoredPlans, StoreQuotas
 from loraplex.adapter_store.purge import TenantPurge, TenantService
 from loraplex.adapter_store.receive import Receiver
 from loraplex.adapter_store.records import FitnessPolicy
-from loraplex.adapter_store.release_service import LOOK_S as RELEASES_LOOK_S
-from loraplex.adapter_store.release_service import ReleaseService
-from loraplex.adapter_store.releases import Releases
 from loraplex.adapter_store.service import AdapterService, WorkerGrants
-from loraplex.adapter_store.signers import Signers, read_signers
 from loraplex.adapter_store.storage import DataDirectory
-from loraplex.adapter_store.webhooks import Webhooks, read_webhooks
 from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 from loraplex.contracts.artifacts.fitness import FitnessLimits
 from loraplex.runtime.interpreter import StartError
@@ -67,8 +61,8 @@ from loraplex.runtime.tenancy.permissions import Port
 REFUSE, WARN = "refuse", "warn"
 log = logging.getLogger(__name__)
 
-# Module of imports and exports, which is at the edge.
-TRANSFERS = "loraplex.transfers.transfers"
+# Modules of imports and exports, and of releases, which are at the edge.
+TRANSFERS, RELEASES = "loraplex.transfers.transfers", "loraplex.releases.service"
 # Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
 # Interval in seconds between looks for deleted revisions whose time has passed.
@@ -195,7 +189,7 @@ class Store:
     def _add_services(self, deleted: DeletedRevisions) -> None:
         """Make the services, and let the servers serve them."""
         quotas = StoreQuotas(self._plans, self.metrics)
-        catalog = Catalog(self._database, self._data, deleted, quotas, self._signers)
+        catalog = Catalog(self._database, self._data, deleted, quotas, self._releases.releases)
         bases = BaseModels(self._database, self._data)
         self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
         self._transfers = import_module(TRANSFERS).Transfers(
@@ -227,10 +221,7 @@ class Store:
         accounts = AccountService(StoredAccounts(self._database))
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
-        self._releases = ReleaseService(
-            Releases(self._database), catalog, self._signers, self._auditor.record, self.metrics
-        )
-        add(partial(releases_pb2_grpc.add_ReleaseServiceServicer_to_server, self._releases))
+        add(lambda server: self._releases.register(server, catalog))
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
@@ -264,9 +255,8 @@ class Store:
     async def _follow(self) -> None:
         looks = [
             every(WINDOW_S, self._auditor.flush),
-            every(RELEASES_LOOK_S, self._releases.look),
+            self._releases.follow(),
             every(EXPIRY_S, self._remove_expired),
-            self._webhooks.follow(),
         ]
         if self._settings.database:
             looks.append(every(HEARD_LOOK_S, self._show_health))
@@ -305,9 +295,10 @@ class Store:
             self._read_keys()
             self._plans = StoredPlans(self._database)
             self._database.follow(self._others_changed)
-            self._signers = read_signers(Path(path)) if (path := self._settings.signers) else Signers({})
-            webhooks = read_webhooks(Path(path)) if (path := self._settings.webhooks) else []
-            self._webhooks = Webhooks(self._database, webhooks)
+            settings, record = self._settings, self._auditor.record
+            self._releases = import_module(RELEASES).ReleaseService(
+                self._database, settings.signers, settings.webhooks, record, self.metrics
+            )
             removed = self._data.clean(self._database.referenced_blobs())
             self._data.keep_reserve()
             self.metrics.disk_usage.set_function(self._data.used_share)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from loraplex.adapter_store.bucket import BucketDirectory, open_bucket
-from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.database import BLOBS, Database
 from loraplex.adapter_store.embedded import EmbeddedDatabase, open_database
 from loraplex.adapter_store.records import Blob, Rows, marks
 from loraplex.adapter_store.storage import BlobReader, CorruptBlob, DataDirectory, DataDirectoryError
@@ -30,11 +30,6 @@ from loraplex.runtime.rpc.errors import Unavailable
 _TRIES = 5
 # Timeout in seconds of a request for a file.
 _BLOB_S = 3600.0
-_FILES = (
-    "SELECT config_digest, config_bytes FROM revisions UNION SELECT weights_digest, weights_bytes FROM revisions "
-    "UNION SELECT digest, bytes FROM base_files UNION SELECT config_digest, config_bytes FROM deleted_revisions "
-    "UNION SELECT weights_digest, weights_bytes FROM deleted_revisions"
-)
 # In the order in which they were made: one that refers to another comes after it.
 _TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' ORDER BY rowid"
 
@@ -76,7 +71,7 @@ def copy(origin: Place, destination: Place) -> int:
         for attempt in range(_TRIES):
             catalog = opened.enter_context(closing(_read_catalog(origin, work / f"catalog{attempt}.db")))
             with catalog.reading() as rows:
-                blobs = [Blob(*row) for row in rows.execute(_FILES)]
+                blobs = [Blob(*row) for row in rows.execute(BLOBS)]
             try:
                 if moves:
                     with _opener(origin, catalog, work / "from") as open_file:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Protocol
 
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.deleted import DeletedRevisions
@@ -38,8 +39,6 @@ from loraplex.adapter_store.records import (
     to_revision,
     with_aliases,
 )
-from loraplex.adapter_store.releases import POINT_ALIAS, find_candidate, is_signed, live_moved
-from loraplex.adapter_store.signers import Signers
 from loraplex.adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
 from loraplex.contracts.artifacts.fitness import Figures
 from loraplex.contracts.artifacts.names import LIVE, AdapterName, Reference, RevisionName
@@ -63,6 +62,22 @@ _QUANTIZATIONS = 32
 _MAX_ALIASES = 100
 
 
+class RevisionReleases(Protocol):
+    """The releases of revisions, which are at the edge: loraplex.releases."""
+
+    def check_alias(self, tenant: str) -> None:
+        """Raise Mismatch where an upload may not move an alias, since its signature is checked after it."""
+
+    def check_signed(self, rows: Rows, adapter_id: int, revision: RevisionName) -> None:
+        """Raise Mismatch where a revision may have no alias, since its tenant's need a signature."""
+
+    def candidate(self, rows: Rows, live: RevisionName) -> Candidate | None:
+        """Return what is rolled out in the place of a revision."""
+
+    def live_moved(self, rows: Rows, adapter_id: int, digest: str) -> None:
+        """Note that `live` was moved by other means than a release; an empty digest: it was removed."""
+
+
 class Catalog:
     """Adapters of all tenants, with what belongs to each."""
 
@@ -72,14 +87,14 @@ class Catalog:
         data: DataDirectory,
         deleted: DeletedRevisions,
         quotas: StoreQuotas,
-        signers: Signers,
+        releases: RevisionReleases,
     ) -> None:
         self._database = database
         self.changes = database.adapter_changes
         self._data = data
         self.deleted = deleted
         self._quotas = quotas
-        self._signers = signers
+        self._releases = releases
 
     def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision, Candidate | None]:
         """Return the first adapter that exists, its revision, and what is rolled out in the place of a live one.
@@ -96,7 +111,7 @@ class Catalog:
                 raise NotFound("alias", f"{adapter.name}@{reference.alias}", hint=hint)
             revision = read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
             is_live = reference.digest is None and reference.alias == LIVE
-            return adapter, revision, find_candidate(rows, revision.name) if is_live else None
+            return adapter, revision, self._releases.candidate(rows, revision.name) if is_live else None
 
     def adapters(
         self, tenants: Sequence[str], after: tuple[str, str], limit: int, granted_to: str = ""
@@ -165,7 +180,7 @@ class Catalog:
         signature.
         """
         if new.alias is not None:
-            self._signers.check_alias(new.revision.name.tenant)
+            self._releases.check_alias(new.revision.name.tenant)
         files = {CONFIG_FILE: new.revision.config, WEIGHTS_FILE: new.revision.weights}
         with self._data.staged(upload, files) as keep:
             return self._publish(new, keep)
@@ -189,9 +204,9 @@ class Catalog:
             created = _insert_revision(rows, row["id"], new, now)
             if created:
                 self._quotas.check_stored(rows, name.tenant, new.key_id, new_adapter=new_adapter)
-            moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, sent.name.digest)
+            moved = new.alias is not None and self._set_alias(rows, row["id"], new.alias, sent.name.digest)
             if created or moved:
-                _touch(rows, row["id"], now)
+                touch(rows, row["id"], now)
             stored = read_revision(rows, sent.name)
             # The config of the same revision may have its keys in another order: the bytes that came first stay.
             if stored.config == sent.config:
@@ -209,16 +224,14 @@ class Catalog:
             _check(row, name, row["base_model"], etag)
             if digest:
                 revision = read_revision(rows, RevisionName(name.tenant, name.adapter, digest))
-                if self._signers.require(name.tenant) and not is_signed(rows, row["id"], digest):
-                    message = "needs a signature before an alias; make a signed release of it"
-                    raise Mismatch(str(revision.name), message, reason="SIGNATURE_MISSING")
-                changed = _set_alias(rows, row["id"], alias, digest)
+                self._releases.check_signed(rows, row["id"], revision.name)
+                changed = self._set_alias(rows, row["id"], alias, digest)
             else:
-                changed = _remove_alias(rows, row["id"], alias)
+                changed = self._remove_alias(rows, row["id"], alias)
                 if not changed:
                     raise NotFound("alias", f"{name}@{alias}")
             if changed:
-                _touch(rows, row["id"], time.time_ns())
+                touch(rows, row["id"], time.time_ns())
             return to_adapter(rows, adapter_row(rows, name))
 
     def certify(self, name: RevisionName, quantization: str, base_digest: str, figures: Figures) -> FitnessCertificate:
@@ -287,9 +300,28 @@ class Catalog:
                 if emptied.rowcount:
                     end_grants(rows, AdapterName(row["tenant"], row["adapter"]), now)
                 else:
-                    _touch(rows, row["adapter_id"], now)
+                    touch(rows, row["adapter_id"], now)
         self.free({row["tenant"] for row in expired})
         return len(expired)
+
+    def _set_alias(self, rows: Rows, adapter_id: int, alias: str, digest: str) -> bool:
+        """Point the alias at the digest; returns whether it pointed elsewhere."""
+        aliases = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
+        if aliases.get(alias) == digest:
+            return False
+        if alias not in aliases and len(aliases) >= _MAX_ALIASES:
+            raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
+        point_alias(rows, adapter_id, alias, digest)
+        if alias == LIVE:
+            self._releases.live_moved(rows, adapter_id, digest)
+        return True
+
+    def _remove_alias(self, rows: Rows, adapter_id: int, alias: str) -> bool:
+        """Remove the alias; returns whether there was one."""
+        deleted = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
+        if alias == LIVE:
+            self._releases.live_moved(rows, adapter_id, "")
+        return bool(deleted.rowcount)
 
     def free(self, tenants: Iterable[str]) -> None:
         """Remove files of deleted revisions whose time has passed, or that are beyond their tenant's quota."""
@@ -352,27 +384,15 @@ def _insert_revision(rows: Rows, adapter_id: int, new: NewRevision, now: int) ->
     return True
 
 
-def _touch(rows: Rows, adapter_id: int, now: int) -> None:
+def point_alias(rows: Rows, adapter_id: int, alias: str, digest: str) -> None:
+    """Point an alias at a revision."""
+    rows.execute(
+        "INSERT INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?) "
+        "ON CONFLICT (adapter_id, alias) DO UPDATE SET digest = excluded.digest",
+        (adapter_id, alias, digest),
+    )
+
+
+def touch(rows: Rows, adapter_id: int, now: int) -> None:
     """Give an adapter that has changed another etag."""
     rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))
-
-
-def _set_alias(rows: Rows, adapter_id: int, alias: str, digest: str) -> bool:
-    """Point the alias at the digest; returns whether it pointed elsewhere."""
-    aliases = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
-    if aliases.get(alias) == digest:
-        return False
-    if alias not in aliases and len(aliases) >= _MAX_ALIASES:
-        raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
-    rows.execute(POINT_ALIAS, (adapter_id, alias, digest))
-    if alias == LIVE:
-        live_moved(rows, adapter_id, digest)
-    return True
-
-
-def _remove_alias(rows: Rows, adapter_id: int, alias: str) -> bool:
-    """Remove the alias; returns whether there was one."""
-    deleted = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
-    if alias == LIVE:
-        live_moved(rows, adapter_id, "")
-    return bool(deleted.rowcount)

@@ -177,14 +177,13 @@ def _provenance_to_pb(provenance: Provenance) -> pb.Provenance:
 
 def candidate_to_pb(candidate: Candidate, policy: FitnessPolicy) -> pb.Candidate:
     """Return the message of a revision that is rolled out."""
-    plan = candidate.plan
     return pb.Candidate(
         revision=revision_to_pb(candidate.revision, policy),
-        release=str(candidate.release),
+        release=candidate.release,
         step=candidate.step,
-        permille=plan.steps[candidate.step].permille,
-        shadow_permille=plan.shadow_permille,
-        refusal_phrases=plan.refusal_phrases,
+        permille=candidate.permille,
+        shadow_permille=candidate.shadow_permille,
+        refusal_phrases=candidate.refusal_phrases,
     )
 
 

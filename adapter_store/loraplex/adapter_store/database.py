@@ -205,7 +205,7 @@ CREATE TABLE blobs (
     place TEXT NOT NULL
 );
 """,
-    # Releases: adapter_store/releases.py. `change` grows with every change of any release.
+    # Releases: loraplex.releases. `change` grows with every change of any release.
     """
 CREATE TABLE releases (
     adapter_id INTEGER NOT NULL,
@@ -263,10 +263,12 @@ ALTER TABLE certificates ADD COLUMN right_quantized INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX expiring_grants ON grants (expire_ns) WHERE expire_ns IS NOT NULL;
 """,
 )
-_BLOBS = """
-SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
-UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
-"""
+# The digests and sizes of the blobs that rows need.
+BLOBS = (
+    "SELECT config_digest, config_bytes FROM revisions UNION SELECT weights_digest, weights_bytes FROM revisions "
+    "UNION SELECT digest, bytes FROM base_files UNION SELECT config_digest, config_bytes FROM deleted_revisions "
+    "UNION SELECT weights_digest, weights_bytes FROM deleted_revisions"
+)
 _IS_REFERENCED = """
 SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
     OR EXISTS (SELECT 1 FROM revisions WHERE weights_digest = :digest)
@@ -327,7 +329,7 @@ class Database(ABC):
     def referenced_blobs(self) -> set[str]:
         """Return the digests of all blobs that a row needs."""
         with self.reading() as rows:
-            return {row[0] for row in rows.execute(_BLOBS)}
+            return {row[0] for row in rows.execute(BLOBS)}
 
     def unreferenced(self, digests: Iterable[str]) -> list[str]:
         """Return which of these blobs no row needs any more."""

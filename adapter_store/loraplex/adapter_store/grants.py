@@ -12,9 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
-
-import grpc
 
 from loraplex.adapter_store.convert import list_page, own_adapter, refusals, seconds_of, timestamp
 from loraplex.adapter_store.database import Database
@@ -23,6 +20,7 @@ from loraplex.admin.v1 import grants_pb2 as pb
 from loraplex.admin.v1 import grants_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, AdapterName, check_tenant
 from loraplex.runtime.rpc.errors import Exhausted, InvalidField, NotFound
+from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import caller, calling_tenant
 
 # Maximum number of grants that a tenant has made, ended ones included, which are kept for answers that run.
@@ -30,8 +28,6 @@ GRANTS_LIMIT = 10_000
 # A grant that has not ended at the time :now.
 LIVE_GRANT = "coalesce(end_ns, :now + 1) > :now AND coalesce(expire_ns, :now + 1) > :now"
 log = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import attrgetter
-from typing import Any
-
-import grpc
 
 from loraplex.adapter_store.convert import check_key_id, list_page, refusals
 from loraplex.adapter_store.database import Database
@@ -24,11 +21,11 @@ from loraplex.admin.v1 import plans_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
 from loraplex.contracts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, default_model, make_plan, plan_name
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, NotFound
+from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import caller
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 # Number of plans in an answer to a router.
 _CHANGES = 1_000
 # Time in seconds after which a tenant or key with all its uploads is to call again.

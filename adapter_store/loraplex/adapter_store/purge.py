@@ -6,9 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import grpc
 
 from loraplex.adapter_store.api_keys import ApiKeys
 from loraplex.adapter_store.convert import refusals
@@ -21,6 +18,7 @@ from loraplex.admin.v1 import tenants_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
 from loraplex.contracts.plans import plan_name
 from loraplex.runtime.rpc.errors import InvalidField
+from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import caller
 
 # Queries for the names of a tenant's grants, deleted revisions, revisions and adapters.
@@ -53,7 +51,6 @@ _EXISTING = (
 )
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 # Maximum number of names in an answer, and of digests in a request.
 _MOST_NAMES = 10_000
 

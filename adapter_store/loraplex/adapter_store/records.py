@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
-from loraplex.adapter_store.rollouts import ReleaseName, RolloutPlan
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.fitness import Figures, FitnessLimits
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName
@@ -146,9 +145,13 @@ class Candidate:
     """A revision that is rolled out in the place of the live one, and where its rollout is."""
 
     revision: Revision
-    release: ReleaseName
+    release: str
     step: int
-    plan: RolloutPlan
+    permille: int
+    shadow_permille: int
+    refusal_phrases: tuple[str, ...]
+    # The secret key of the hash that splits requests.
+    split_key: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from contextlib import aclosing, asynccontextmanager, closing, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
@@ -49,6 +48,7 @@ from loraplex.contracts.artifacts.names import (
 )
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.runtime.rpc.errors import CallError, DataLoss, Exhausted, InvalidField, NotFound, PermissionDenied
+from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import WORKER_GRANT_KEY, Role, caller, calling_tenant
 from loraplex.runtime.rpc.shares import FairTurns
 from loraplex.runtime.rpc.tls import TlsFiles
@@ -60,7 +60,6 @@ M = TypeVar("M", bound=Message)
 N = TypeVar("N")
 R = TypeVar("R")
 _DOWNLOAD = "/loraplex.adapters.v1.AdapterService/DownloadRevision"
-Context = grpc.aio.ServicerContext[Any, Any]
 _NEWEST = 2**63 - 1
 # Maximum number of digests whose names a call asks for.
 _MOST_DIGESTS = 1000
@@ -162,16 +161,17 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         """Keep a revision if all of it is valid, and move its alias."""
         revision = self._receiver.revision(request_iterator, calling_tenant())
         async with self._making_room(), revision as (new, upload):
-            self._metrics.received.inc(sum(upload.sizes.values()))
-            adapter, published, created = await asyncio.to_thread(self._catalog.publish, new, upload)
+            return pb.UploadRevisionResponse(**await self._publish(new, upload, "published"))
+
+    async def _publish(self, new: NewRevision, upload: Upload, done: str, origin: str = "") -> dict[str, Any]:
+        """Keep a revision, and move its alias; return the fields of the answer."""
+        self._metrics.received.inc(sum(upload.sizes.values()))
+        adapter, published, created = await asyncio.to_thread(self._catalog.publish, new, upload)
         self._metrics.published.inc(created)
-        log.info("%s %s", "published" if created else "already there:", published.name)
-        return pb.UploadRevisionResponse(
-            adapter=adapter_to_pb(adapter),
-            revision=self._revision(published),
-            created=created,
-            warnings=new.warnings,
-        )
+        log.info("%s %s%s", done if created else "already there:", published.name, origin)
+        revision = self._revision(published)
+        fields = {"adapter": adapter_to_pb(adapter), "revision": revision}
+        return {**fields, "created": created, "warnings": new.warnings}
 
     async def ImportRevision(
         self, request: pb.ImportRevisionRequest, context: Context
@@ -183,18 +183,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 if isinstance(event, pb.TransferProgress):
                     yield pb.ImportRevisionResponse(progress=event)
                     continue
-                new, upload = event
-                adapter, published, created = await asyncio.to_thread(self._catalog.publish, new, upload)
-                self._metrics.received.inc(sum(upload.sizes.values()))
-                self._metrics.published.inc(created)
-                log.info("%s %s from %s", "imported" if created else "already there:", published.name, request.source)
-                imported = pb.ImportedRevision(
-                    adapter=adapter_to_pb(adapter),
-                    revision=self._revision(published),
-                    created=created,
-                    warnings=new.warnings,
-                )
-                yield pb.ImportRevisionResponse(imported=imported)
+                fields = await self._publish(*event, "imported", f" from {request.source}")
+                yield pb.ImportRevisionResponse(imported=pb.ImportedRevision(**fields))
 
     async def ExportRevision(
         self, request: pb.ExportRevisionRequest, context: Context
@@ -275,7 +265,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         if candidate is not None:
             answer.candidate.CopyFrom(candidate_to_pb(candidate, self._fitness))
             if Role.ROUTER in caller().roles:
-                answer.candidate.split_key = candidate.plan.split_key
+                answer.candidate.split_key = candidate.split_key
         return answer
 
     async def ListAdapterChanges(

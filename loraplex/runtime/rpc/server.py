@@ -16,10 +16,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from loraplex.runtime.interpreter import StartError
-from loraplex.runtime.rpc.interceptors import CallGuard, ReadableMessages, StatusInterceptor
+from loraplex.runtime.rpc.interceptors import CallGuard, Context, ReadableMessages, StatusInterceptor
 from loraplex.runtime.rpc.receiving import OneMessage
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 # Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
 _CONNECTIONS = 10_000

@@ -20,7 +20,7 @@ from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.tenancy.access import GuardedServers
 from tests.adapter_store.conftest import Client, files_of
-from tests.adapter_store.test_releases import Releasing
+from tests.adapter_store.releases.test_releases import Releasing
 from tests.clients.operator.kubernetes_api import KubernetesApi, Object
 
 # Seconds between looks, so that no test waits for one.

@@ -33,7 +33,7 @@ import msgspec
 
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.records import marks
-from loraplex.adapter_store.rollouts import ReleaseEvent
+from loraplex.releases.rollouts import ReleaseEvent
 from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.tasks import every

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from loraplex.adapter_store.catalog import point_alias, touch
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.records import Candidate, Row, Rows, adapter_row, read_revision
-from loraplex.adapter_store.rollouts import (
+from loraplex.contracts.artifacts.names import LIVE, AdapterName, RevisionName
+from loraplex.contracts.artifacts.outcomes import StepOutcomes
+from loraplex.releases.rollouts import (
     ALLOWED,
     GateResult,
     Origin,
@@ -25,8 +28,7 @@ from loraplex.adapter_store.rollouts import (
     ReleaseState,
     RolloutPlan,
 )
-from loraplex.contracts.artifacts.names import LIVE, AdapterName, RevisionName
-from loraplex.contracts.artifacts.outcomes import StepOutcomes
+from loraplex.releases.signers import Signers
 from loraplex.runtime.rpc.errors import Aborted, AlreadyExists, Exhausted, Mismatch, NotFound
 from loraplex.runtime.rpc.principal import known_caller
 
@@ -35,10 +37,6 @@ MOST_RELEASES = 1_000
 MOST_EVENTS = 500
 # The actor of steps and rollbacks by rule.
 STORE = "store"
-POINT_ALIAS = (
-    "INSERT INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?) "
-    "ON CONFLICT (adapter_id, alias) DO UPDATE SET digest = excluded.digest"
-)
 _SELECT = "SELECT releases.*, tenant, adapter FROM releases JOIN adapters ON adapters.id = adapter_id "
 
 
@@ -53,18 +51,63 @@ class _Record:
 
 
 class Releases:
-    """The releases of all adapters."""
+    """The releases of all adapters, and what they say of revisions to the store's catalog."""
 
-    def __init__(self, database: Database, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, database: Database, signers: Signers | None = None) -> None:
         self._database = database
-        self._clock = clock
+        self.signers = signers or Signers({})
+
+    def check_alias(self, tenant: str) -> None:
+        """Raise Mismatch where an upload may not move an alias, since its signature is checked after it."""
+        if self.signers.require(tenant):
+            message = "revisions of this tenant need a signature before an alias; use: loraplex releases push"
+            raise Mismatch("header.alias", message, reason="SIGNATURE_MISSING")
+
+    def check_signed(self, rows: Rows, adapter_id: int, revision: RevisionName) -> None:
+        """Raise Mismatch where a revision may have no alias, since its tenant's need a signature."""
+        signed = "SELECT 1 FROM releases WHERE adapter_id = ? AND digest = ? AND json_extract(record, '$.signer') != ''"
+        if (
+            self.signers.require(revision.tenant)
+            and rows.execute(signed, (adapter_id, revision.digest)).fetchone() is None
+        ):
+            message = "needs a signature before an alias; make a signed release of it"
+            raise Mismatch(str(revision), message, reason="SIGNATURE_MISSING")
+
+    def candidate(self, rows: Rows, live: RevisionName) -> Candidate | None:
+        """Return what is rolled out in the place of a revision."""
+        row = rows.execute(
+            _SELECT + "WHERE tenant = ? AND adapter = ? AND state = ? AND baseline = ?",
+            (live.tenant, live.adapter, ReleaseState.CANARY.value, live.digest),
+        ).fetchone()
+        if row is None:
+            return None
+        release = _to_release(rows, row)
+        assert release.plan is not None, "a canary has a plan"
+        revision = read_revision(rows, RevisionName(live.tenant, live.adapter, release.digest))
+        plan, permille = release.plan, release.plan.steps[release.step].permille
+        return Candidate(
+            *(revision, str(release.name), release.step, permille),
+            *(plan.shadow_permille, plan.refusal_phrases, plan.split_key),
+        )
+
+    def live_moved(self, rows: Rows, adapter_id: int, digest: str) -> None:
+        """Note in the adapter's releases that `live` was moved by other means; an empty digest: it was removed."""
+        now, who = time.time_ns(), known_caller()
+        actor = STORE if who is None else who.name
+        cause = f"live was moved to {digest}" if digest else "live was removed"
+        running = _SELECT + "WHERE adapter_id = ? AND digest != ? AND state IN ('live', 'canary')"
+        for row in rows.execute(running, (adapter_id, digest)).fetchall():
+            release = _to_release(rows, row)
+            after = ReleaseState.RETIRED if release.state is ReleaseState.LIVE else ReleaseState.ROLLED_BACK
+            _move(rows, release, after, now, actor, cause)
+        _make_live(rows, adapter_id, digest, now, actor, cause)
 
     def create(self, name: RevisionName, origin: Origin, actor: str, signer: str = "") -> Release:
         """Make a release of a revision whose files were verified, and signed where there is a signer.
 
         Raises NotFound, AlreadyExists where one of the revision has not ended, Exhausted.
         """
-        now = self._clock()
+        now = time.time_ns()
         with self._database.transaction() as rows:
             revision = read_revision(rows, name)
             adapter_id = adapter_row(rows, name.adapter_name)["id"]
@@ -131,7 +174,7 @@ class Releases:
         figures = {f"{gate.name}.{key}": value for gate in gates for key, value in gate.figures.items()}
         with self._database.transaction() as rows:
             release = replace(_checked(rows, name, etag), gates=tuple(gates))
-            return _move(rows, release, after, self._clock(), actor, cause, figures)
+            return _move(rows, release, after, time.time_ns(), actor, cause, figures)
 
     def promote(self, name: ReleaseName, etag: str, plan: RolloutPlan | None, actor: str) -> Release:
         """Begin a rollout, or make the release live at once.
@@ -139,7 +182,7 @@ class Releases:
         Raises NotFound, Aborted on a stale etag, and Mismatch in another state, where nothing is live that a canary
         could stand beside, or where another rollout runs.
         """
-        now = self._clock()
+        now = time.time_ns()
         with self._database.transaction() as rows:
             release = _checked(rows, name, etag)
             live = _live_digest(rows, release.adapter_id)
@@ -173,7 +216,7 @@ class Releases:
 
         Raises NotFound, Aborted on a stale etag, Mismatch in another state.
         """
-        now = self._clock()
+        now = time.time_ns()
         with self._database.transaction() as rows:
             release = _checked(rows, name, etag)
             if release.state is ReleaseState.CANARY:
@@ -232,7 +275,7 @@ class Releases:
         """Roll a canary back, or take it to its next step, where its sums say so; returns it if it changed."""
         if release.state is not ReleaseState.CANARY or release.plan is None:
             return []
-        now, plan = self._clock(), release.plan
+        now, plan = time.time_ns(), release.plan
         figures = release.outcomes.figures()
         if broken := plan.rules.broken(figures):
             return [_move(rows, release, ReleaseState.ROLLED_BACK, now, STORE, broken, figures)]
@@ -242,39 +285,6 @@ class Releases:
             return [_go_live(rows, release, release.baseline, now, STORE, "all steps passed", figures)]
         release = replace(release, step=step, step_ns=now)
         return [_move(rows, release, ReleaseState.CANARY, now, STORE, _share(plan, step), figures)]
-
-
-def find_candidate(rows: Rows, live: RevisionName) -> Candidate | None:
-    """Return what is rolled out in the place of a revision."""
-    row = rows.execute(
-        _SELECT + "WHERE tenant = ? AND adapter = ? AND state = ? AND baseline = ?",
-        (live.tenant, live.adapter, ReleaseState.CANARY.value, live.digest),
-    ).fetchone()
-    if row is None:
-        return None
-    release = _to_release(rows, row)
-    assert release.plan is not None, "a canary has a plan"
-    revision = read_revision(rows, RevisionName(live.tenant, live.adapter, release.digest))
-    return Candidate(revision, release.name, release.step, release.plan)
-
-
-def is_signed(rows: Rows, adapter_id: int, digest: str) -> bool:
-    """Return whether a release has the signer of a revision."""
-    query = "SELECT 1 FROM releases WHERE adapter_id = ? AND digest = ? AND json_extract(record, '$.signer') != ''"
-    return rows.execute(query, (adapter_id, digest)).fetchone() is not None
-
-
-def live_moved(rows: Rows, adapter_id: int, digest: str) -> None:
-    """Note in the adapter's releases that `live` was moved by other means; an empty digest: it was removed."""
-    now, who = time.time_ns(), known_caller()
-    actor = STORE if who is None else who.name
-    cause = f"live was moved to {digest}" if digest else "live was removed"
-    running = _SELECT + "WHERE adapter_id = ? AND digest != ? AND state IN ('live', 'canary')"
-    for row in rows.execute(running, (adapter_id, digest)).fetchall():
-        release = _to_release(rows, row)
-        after = ReleaseState.RETIRED if release.state is ReleaseState.LIVE else ReleaseState.ROLLED_BACK
-        _move(rows, release, after, now, actor, cause)
-    _make_live(rows, adapter_id, digest, now, actor, cause)
 
 
 def _make_live(rows: Rows, adapter_id: int, digest: str, now: int, actor: str, cause: str) -> None:
@@ -317,8 +327,8 @@ def _go_live(
 
 
 def _point_live(rows: Rows, adapter_id: int, digest: str, now: int) -> None:
-    rows.execute(POINT_ALIAS, (adapter_id, LIVE, digest))
-    rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))
+    point_alias(rows, adapter_id, LIVE, digest)
+    touch(rows, adapter_id, now)
 
 
 def _live_digest(rows: Rows, adapter_id: int) -> str:

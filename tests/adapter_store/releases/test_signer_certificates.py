@@ -21,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.statements import TrustedKey, TrustedRoots, read_certificates, verify_files
-from tests.adapter_store.test_signers import SIGNED, TRAINER
+from tests.adapter_store.releases.test_signers import SIGNED, TRAINER
 
 BUNDLE = (SIGNED / "certificate.sig").read_bytes()
 PAYLOAD = base64.b64decode(json.loads(BUNDLE)["dsseEnvelope"]["payload"])

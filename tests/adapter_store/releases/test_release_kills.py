@@ -20,10 +20,10 @@ import pytest
 
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.embedded import EmbeddedDatabase
-from loraplex.adapter_store.releases import Releases
-from loraplex.adapter_store.rollouts import GateResult, Origin, ReleaseName, RolloutPlan, RolloutStep
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName
 from loraplex.contracts.artifacts.outcomes import Outcomes, StepOutcomes
+from loraplex.releases.releases import Releases
+from loraplex.releases.rollouts import GateResult, Origin, ReleaseName, RolloutPlan, RolloutStep
 
 MOMENTS = int(os.environ.get("RELEASE_KILLS", "10"))
 SUPPORT = AdapterName("acme", "support")
@@ -120,7 +120,7 @@ def main(directory: Path) -> None:
 
 
 def test_a_promotion_is_whole_or_invisible_whenever_the_store_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.adapter_store.test_release_kills", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.adapter_store.releases.test_release_kills", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -21,12 +21,12 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import releases_pb2, releases_pb2_grpc
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.signers import SignersError, read_signers
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
 from loraplex.contracts.artifacts.statements import read_public_key, sign_statement, verify_files
+from loraplex.releases.signers import SignersError, read_signers
 from tests.adapter_store.conftest import metadata
 
 if TYPE_CHECKING:

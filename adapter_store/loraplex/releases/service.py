@@ -1,4 +1,4 @@
-"""ReleaseService over gRPC, and what follows the rollouts: their steps by time, and the calls that watch releases."""
+"""The releases of a store: ReleaseService over gRPC, and what follows rollouts: steps by time, watches, webhooks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import grpc
 from loraplex.adapters.v1 import releases_pb2 as pb
 from loraplex.adapters.v1 import releases_pb2_grpc
 
@@ -24,9 +24,14 @@ from loraplex.adapter_store.convert import (
     refusals,
     timestamp,
 )
+from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.metrics import StoreMetrics
-from loraplex.adapter_store.releases import Releases
-from loraplex.adapter_store.rollouts import (
+from loraplex.adapter_store.storage import CorruptBlob
+from loraplex.contracts.artifacts.names import AdapterName, RevisionName, parse_adapter_name, parse_revision_name
+from loraplex.contracts.artifacts.outcomes import Outcomes, ShadowOutcomes, StepOutcomes
+from loraplex.contracts.artifacts.statements import BUNDLE_BYTES
+from loraplex.releases.releases import Releases
+from loraplex.releases.rollouts import (
     GateResult,
     Origin,
     Release,
@@ -37,18 +42,16 @@ from loraplex.adapter_store.rollouts import (
     RolloutRules,
     RolloutStep,
 )
-from loraplex.adapter_store.signers import Signers
-from loraplex.adapter_store.storage import CorruptBlob
-from loraplex.contracts.artifacts.names import AdapterName, RevisionName, parse_adapter_name, parse_revision_name
-from loraplex.contracts.artifacts.outcomes import Outcomes, ShadowOutcomes, StepOutcomes
-from loraplex.contracts.artifacts.statements import BUNDLE_BYTES
+from loraplex.releases.signers import read_signers
+from loraplex.releases.webhooks import Webhooks, read_webhooks
 from loraplex.runtime.rpc.errors import CallError, DataLoss, InvalidField
+from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import caller, calling_tenant
+from loraplex.runtime.rpc.tasks import every
 from loraplex.runtime.telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 # Interval in seconds between looks at the rollouts, whose steps may end by time, and at what changed.
 LOOK_S = 0.5
 # Maximum lengths in characters of an origin's texts, of a gate's detail, and of names.
@@ -62,24 +65,30 @@ _NEWEST = 2**62
 
 
 class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
-    """Serves loraplex.adapters.v1.ReleaseService. `record` keeps an event of the audit log."""
+    """Serves loraplex.adapters.v1.ReleaseService. `record` keeps an event of the audit log.
+
+    Raises SignersError, WebhooksError for the files of signers and webhooks; an empty name: there is none.
+    """
 
     def __init__(
-        self,
-        releases: Releases,
-        catalog: Catalog,
-        signers: Signers,
-        record: Callable[..., None],
-        metrics: StoreMetrics,
+        self, database: Database, signers: str, webhooks: str, record: Callable[..., None], metrics: StoreMetrics
     ) -> None:
-        self._releases = releases
+        self.releases = Releases(database, read_signers(Path(signers)) if signers else None)
+        self._webhooks = Webhooks(database, read_webhooks(Path(webhooks)) if webhooks else [])
         self._metrics = metrics
-        self._signers = signers
-        self._catalog = catalog
         self._record = record
         self._stands_still = LogOnce(log)
         # The last change of a release that was seen, and what is set at the next one.
         self._latest, self._changed = 0, asyncio.Event()
+
+    def register(self, server: Any, catalog: Catalog) -> None:
+        """Let a server serve it, for the revisions of a catalog."""
+        self._catalog = catalog
+        releases_pb2_grpc.add_ReleaseServiceServicer_to_server(self, server)
+
+    async def follow(self) -> None:
+        """Follow the rollouts, and call the webhooks; never returns."""
+        await asyncio.gather(every(LOOK_S, self._look), self._webhooks.follow())
 
     async def CreateRelease(self, request: pb.CreateReleaseRequest, context: Context) -> pb.CreateReleaseResponse:
         """Verify a revision's files, and make a release of it."""
@@ -90,19 +99,19 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         if len(request.signature) > BUNDLE_BYTES:
             raise InvalidField("signature", f"{len(request.signature)} bytes; at most {BUNDLE_BYTES}")
         signer = await asyncio.to_thread(self._verify, name, request.signature)
-        create = partial(self._releases.create, name, origin, caller().name, signer)
+        create = partial(self.releases.create, name, origin, caller().name, signer)
         return pb.CreateReleaseResponse(release=await self._change(create))
 
     async def GetRelease(self, request: pb.GetReleaseRequest, context: Context) -> pb.GetReleaseResponse:
         """Return a release with its history."""
-        release = await asyncio.to_thread(self._releases.get, _own_release(request.name))
+        release = await asyncio.to_thread(self.releases.get, _own_release(request.name))
         return pb.GetReleaseResponse(release=release_to_pb(release))
 
     async def ListReleases(self, request: pb.ListReleasesRequest, context: Context) -> pb.ListReleasesResponse:
         """Return a page of an adapter's releases, newest first."""
         adapter, size = _own_adapter(request.parent), page_size(request.page_size)
         before = decode_token(request.page_token, first=(_NEWEST,))[0]
-        releases = await asyncio.to_thread(self._releases.page, adapter, before, size + 1)
+        releases = await asyncio.to_thread(self.releases.page, adapter, before, size + 1)
         page, token = fill_page(releases, release_to_pb, lambda release: (release.name.number,), size)
         return pb.ListReleasesResponse(releases=page, next_page_token=token)
 
@@ -113,7 +122,7 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         adapter, after = _own_adapter(request.parent), 0
         while True:
             changed = self._changed
-            for release in await asyncio.to_thread(self._releases.changes, adapter, after):
+            for release in await asyncio.to_thread(self.releases.changes, adapter, after):
                 after = release.change
                 yield pb.WatchReleasesResponse(release=release_to_pb(release))
             await changed.wait()
@@ -121,23 +130,23 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
     async def QualifyRelease(self, request: pb.QualifyReleaseRequest, context: Context) -> pb.QualifyReleaseResponse:
         """Keep the results of gates."""
         name, gates = _own_release(request.name), _gates(request.gates)
-        qualify = partial(self._releases.qualify, name, request.etag, gates, caller().name)
+        qualify = partial(self.releases.qualify, name, request.etag, gates, caller().name)
         return pb.QualifyReleaseResponse(release=await self._change(qualify))
 
     async def PromoteRelease(self, request: pb.PromoteReleaseRequest, context: Context) -> pb.PromoteReleaseResponse:
         """Begin a rollout, or make a release live."""
         name, plan = _own_release(request.name), _plan(request.plan) if request.HasField("plan") else None
-        promote = partial(self._releases.promote, name, request.etag, plan, caller().name)
+        promote = partial(self.releases.promote, name, request.etag, plan, caller().name)
         return pb.PromoteReleaseResponse(release=await self._change(promote))
 
     async def AbortRelease(self, request: pb.AbortReleaseRequest, context: Context) -> pb.AbortReleaseResponse:
         """End a release that is not live."""
-        abort = partial(self._releases.end, _own_release(request.name), request.etag, caller().name, live=False)
+        abort = partial(self.releases.end, _own_release(request.name), request.etag, caller().name, live=False)
         return pb.AbortReleaseResponse(release=await self._change(abort))
 
     async def RollBackRelease(self, request: pb.RollBackReleaseRequest, context: Context) -> pb.RollBackReleaseResponse:
         """End a live release or a canary."""
-        roll_back = partial(self._releases.end, _own_release(request.name), request.etag, caller().name, live=True)
+        roll_back = partial(self.releases.end, _own_release(request.name), request.etag, caller().name, live=True)
         return pb.RollBackReleaseResponse(release=await self._change(roll_back))
 
     async def ReportOutcomes(self, request: pb.ReportOutcomesRequest, context: Context) -> pb.ReportOutcomesResponse:
@@ -147,14 +156,14 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         if len(request.outcomes) > _REPORTED:
             raise InvalidField("outcomes", f"{len(request.outcomes)}; at most {_REPORTED}")
         sums = {(_release_name("outcomes.release", one.release), one.step): _sums(one) for one in request.outcomes}
-        self._note(await asyncio.to_thread(self._releases.take_outcomes, request.reporter, sums))
+        self._note(await asyncio.to_thread(self.releases.take_outcomes, request.reporter, sums))
         return pb.ReportOutcomesResponse()
 
-    async def look(self) -> None:
+    async def _look(self) -> None:
         """Hold all rollouts against their plans, and wake the calls that watch releases; called every LOOK_S."""
         try:
-            self._note(await asyncio.to_thread(self._releases.judge_all))
-            latest = await asyncio.to_thread(self._releases.latest_change)
+            self._note(await asyncio.to_thread(self.releases.judge_all))
+            latest = await asyncio.to_thread(self.releases.latest_change)
         except CallError as error:  # the disk is full, or the database does not answer
             self._stands_still(f"rollouts stand still: {error}")
             return
@@ -196,7 +205,7 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         finally:
             for reader in readers.values():
                 reader.close()
-        return self._signers.check(revision, signature)
+        return self.releases.signers.check(revision, signature)
 
 
 def _own_adapter(text: str) -> AdapterName:

@@ -58,12 +58,6 @@ class Signers:
         rule = self._of(tenant)
         return rule is not None and rule.required
 
-    def check_alias(self, tenant: str) -> None:
-        """Raise Mismatch where an upload may not move an alias, since its signature is checked after it."""
-        if self.require(tenant):
-            message = "revisions of this tenant need a signature before an alias; use: loraplex releases push"
-            raise Mismatch("header.alias", message, reason="SIGNATURE_MISSING")
-
     def check(self, revision: Revision, bundle: bytes) -> str:
         """Return the signer of a revision; empty where its tenant has no rule, or needs none and has none.
 

@@ -18,12 +18,12 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import releases_pb2
 
-from loraplex.adapter_store import webhooks
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.webhooks import WebhooksError, read_webhooks, signed_headers
 from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.releases import webhooks
+from loraplex.releases.webhooks import WebhooksError, read_webhooks, signed_headers
 from tests.adapter_store.conftest import Client, files_of
-from tests.adapter_store.test_releases import ADAPTER, Releasing
+from tests.adapter_store.releases.test_releases import ADAPTER, Releasing
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
