@@ -4,115 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
 
-from loraplex.admin.v1.plans_pb2 import Plan
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.interceptors import Context, Handler, Interceptor, Method, wrapped
 from loraplex.runtime.rpc.principal import Principal, caller
 from loraplex.runtime.tenancy.audit_log import AuditLog
-from loraplex.runtime.tenancy.permissions import PERMISSIONS, SGLANG_SERVICE
+from loraplex.runtime.tenancy.permissions import PERMISSIONS, Audited, Permission
 
-
-@dataclass(frozen=True, slots=True)
-class Audited:
-    """The fields of a method's request and answer that its records have, as paths such as `key.key_id`."""
-
-    request: tuple[str, ...] = ()
-    answer: tuple[str, ...] = ()
-
-
-def _of(service: str, rows: Mapping[str, Audited]) -> dict[str, Audited]:
-    return {f"/loraplex.{service}/{method}": row for method, row in rows.items()}
-
-
-_PLAN = tuple(f"plan.{field.name}" for field in Plan.DESCRIPTOR.fields)
-_RELEASE = Audited(("name",), ("release.state", "release.digest"))
-_ADAPTER_COMMAND = Audited(("adapter", "worker_id"))
-
-AUDITED: Mapping[str, Audited] = {
-    **_of(
-        "admin.v1.KeyService",
-        {
-            "CreateKey": Audited(
-                ("tenant", "role", "scopes", "label", "ttl"), ("key.key_id", "key.role", "key.expire_time")
-            ),
-            "RotateKey": Audited(("key_id", "grace"), ("key.tenant", "key.former_expire_time")),
-            "RevokeKey": Audited(("key_id",), ("key.tenant",)),
-        },
-    ),
-    **_of("admin.v1.TenantService", {"PurgeTenant": Audited(("tenant",), ("removed_count",))}),
-    **_of(
-        "admin.v1.GrantService",
-        {
-            "CreateGrant": Audited(("adapter", "tenant", "ttl"), ("grant.adapter",)),
-            "DeleteGrant": Audited(("adapter", "tenant")),
-        },
-    ),
-    **_of("admin.v1.PlanService", {"SetPlan": Audited(_PLAN, ("plan.etag",)), "DeletePlan": Audited(("name",))}),
-    **_of(
-        "adapters.v1.AdapterService",
-        {
-            "UploadRevision": Audited(answer=("revision.name", "created")),
-            "ImportRevision": Audited(("adapter", "source"), ("imported.revision.name", "imported.created")),
-            "ExportRevision": Audited(("name", "destination"), ("exported.pin",)),
-            "CertifyRevision": Audited(("name", "certificate.quantization")),
-            "SetAlias": Audited(("adapter", "alias", "digest")),
-            "DeleteAdapter": Audited(("name", "purge")),
-            "RegisterBaseModel": Audited(answer=("model.name", "model.digest", "model.state")),
-            "PromoteBaseModel": Audited(("name", "digest")),
-        },
-    ),
-    **_of(
-        "adapters.v1.ReleaseService",
-        {
-            "CreateRelease": Audited(("revision", "origin.source", "origin.pin"), ("release.name", "release.signer")),
-            **dict.fromkeys(("QualifyRelease", "PromoteRelease", "AbortRelease", "RollBackRelease"), _RELEASE),
-        },
-    ),
-    **_of(
-        "cluster.v1.ClusterService",
-        {
-            "DrainWorker": Audited(("worker_id",)),
-            "DrainCell": Audited(("cell",)),
-            "OpenCell": Audited(("cell",)),
-            "WarmAdapter": _ADAPTER_COMMAND,
-            "PinAdapter": _ADAPTER_COMMAND,
-            "UnpinAdapter": _ADAPTER_COMMAND,
-            "PurgeTenant": Audited(("tenant",), ("removed_count", "left_count", "error_count")),
-            "LiftQuarantine": Audited(("tenant",), ("removed_count",)),
-            "RotateResumeKeys": Audited(answer=("valid_count",)),
-            "WithdrawResumeKeys": Audited(answer=("removed_count",)),
-        },
-    ),
-    f"/{SGLANG_SERVICE}/LoadLoRAAdapter": Audited(("lora_name", "pinned")),
-    f"/{SGLANG_SERVICE}/UnloadLoRAAdapter": Audited(("lora_name",)),
-}
-# Methods that may change nothing, although the scope of their permission allows it to others.
-UNCHANGING = frozenset(
-    {
-        "/loraplex.adapters.v1.AdapterService/ValidateAdapter",
-        # Not served, so that they change nothing.
-        *(f"/{SGLANG_SERVICE}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile")),
-    }
-)
 # Reasons for which a call that changes nothing is recorded as refused: somebody tried another's credential or token.
 STOLEN = frozenset({"RESUME_TOKEN_INVALID", "RESUME_TOKEN_MISMATCH", "RESUME_TOKEN_ENDED"})
 # Methods that may end with one of these.
 STEALABLE = frozenset({"/loraplex.inference.v1.InferenceService/Resume"})
-
-
-def missing() -> list[str]:
-    """Return the methods that may change something and that no record would be made of."""
-    changing = {method for method, row in PERMISSIONS.items() if row.scope.endswith(".write")}
-    return sorted(changing - set(AUDITED) - UNCHANGING)
-
-
 # Interval in seconds after which refusals are counted anew.
 WINDOW_S = 60.0
 # Maximum records in a window, of one caller and of all.
@@ -183,7 +90,7 @@ class Auditor(Interceptor):
 
     def wrap(self, handler: Handler, method: str) -> Handler:
         """Wrap the handlers of audited methods."""
-        if (audited := AUDITED.get(method)) is not None:
+        if (audited := PERMISSIONS.get(method, Permission()).audited) is not None:
             change = self._changing_stream if handler.response_streaming else self._changing
             return wrapped(handler, lambda inner: change(inner, method, audited))
         if method in STEALABLE:

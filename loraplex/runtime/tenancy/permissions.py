@@ -1,4 +1,6 @@
-"""Every RPC of the cluster, and who may call it where. docs/reference/permissions.md is made from this table.
+"""Every RPC of the cluster, who may call it where, and what the audit log has of it.
+
+docs/reference/permissions.md is made from this table.
 
 A method without a row does not start a server; a role that a row does not list for the port is refused.
 """
@@ -6,9 +8,10 @@ A method without a row does not start a server; a role that a row does not list 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from loraplex.admin.v1.plans_pb2 import Plan
 from loraplex.runtime.rpc.principal import Role
 
 
@@ -27,16 +30,25 @@ Roles = frozenset[Role]
 
 
 @dataclass(frozen=True, slots=True)
+class Audited:
+    """The fields of a method's request and answer that its records have, as paths such as `key.key_id`."""
+
+    request: tuple[str, ...] = ()
+    answer: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Permission:
     """The roles that may call a method, by port. A key or token that has scopes needs this `scope` among them.
 
     The scope `generate` includes `tokenize`: whoever may generate may list the base models and count tokens first.
-    `anybody`: no credential is asked for, at any port.
+    `anybody`: no credential is asked for, at any port. `audited`: the audit log has its calls.
     """
 
     scope: str = ""
     roles: Mapping[Port, Roles] = field(default_factory=dict)
     anybody: bool = False
+    audited: Audited | None = None
 
     def allows(self, roles: Roles, ports: frozenset[Port]) -> bool:
         """Tell whether one of the roles may call the method at one of the ports."""
@@ -45,6 +57,10 @@ class Permission:
     def is_within(self, scopes: frozenset[str]) -> bool:
         """Tell whether a credential with these scopes may call the method; without any it may call all."""
         return not scopes or self.scope in scopes or (self.scope == TOKENIZE and GENERATE in scopes)
+
+    def recorded(self, *request: str, answer: tuple[str, ...] = ()) -> Permission:
+        """Return the row of a method that changes something, with the fields that the audit log has of it."""
+        return replace(self, audited=Audited(request, answer))
 
 
 _USERS = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN})
@@ -83,7 +99,10 @@ _WRITE_TENANTS = Permission(TENANTS_WRITE, {Port.OPERATORS: _OPERATORS})
 _WRITE_KEYS = Permission(KEYS_WRITE, {Port.OPERATORS: _OPERATORS})
 _READ_PLANS = Permission(PLANS_READ, {Port.OPERATORS: _WATCHERS})
 _WRITE_PLANS = Permission(PLANS_WRITE, {Port.OPERATORS: _OPERATORS})
+_WRITE_MODELS = Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS})
 _READ_MODELS = Permission(MODELS_READ, {Port.OPERATORS: _WATCHERS | _PARTS})
+_COMMAND_ADAPTER = _WRITE_CLUSTER.recorded("adapter", "worker_id")
+_MOVE_RELEASE = _WRITE_ADAPTERS.recorded("name", answer=("release.state", "release.digest"))
 
 
 def _of(service: str, rows: Mapping[str, Permission]) -> dict[str, Permission]:
@@ -109,13 +128,15 @@ PERMISSIONS: Mapping[str, Permission] = {
     **_of(
         "loraplex.adapters.v1.AdapterService",
         {
-            "UploadRevision": _WRITE_ADAPTERS,
-            "ImportRevision": _WRITE_ADAPTERS,
-            "ExportRevision": _WRITE_ADAPTERS,
-            "CertifyRevision": _WRITE_ADAPTERS,
+            "UploadRevision": _WRITE_ADAPTERS.recorded(answer=("revision.name", "created")),
+            "ImportRevision": _WRITE_ADAPTERS.recorded(
+                "adapter", "source", answer=("imported.revision.name", "imported.created")
+            ),
+            "ExportRevision": _WRITE_ADAPTERS.recorded("name", "destination", answer=("exported.pin",)),
+            "CertifyRevision": _WRITE_ADAPTERS.recorded("name", "certificate.quantization"),
             "ValidateAdapter": _WRITE_ADAPTERS,
-            "SetAlias": _WRITE_ADAPTERS,
-            "DeleteAdapter": _WRITE_ADAPTERS,
+            "SetAlias": _WRITE_ADAPTERS.recorded("adapter", "alias", "digest"),
+            "DeleteAdapter": _WRITE_ADAPTERS.recorded("name", "purge"),
             "ListAdapters": _READ_ADAPTERS,
             "ListRevisions": _READ_ADAPTERS,
             # Names of all tenants' adapters, as GetTraffic has them.
@@ -123,8 +144,8 @@ PERMISSIONS: Mapping[str, Permission] = {
             "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS | _ROUTERS}),
             "ListAdapterChanges": Permission(ADAPTERS_READ, {Port.OPERATORS: _ROUTERS}),
             "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
-            "RegisterBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
-            "PromoteBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
+            "RegisterBaseModel": _WRITE_MODELS.recorded(answer=("model.name", "model.digest", "model.state")),
+            "PromoteBaseModel": _WRITE_MODELS.recorded("name", "digest"),
             "GetBaseModel": _READ_MODELS,
             "ListBaseModels": _READ_MODELS,
             "DownloadBaseModel": _READ_MODELS,
@@ -133,11 +154,13 @@ PERMISSIONS: Mapping[str, Permission] = {
     **_of(
         "loraplex.adapters.v1.ReleaseService",
         {
-            "CreateRelease": _WRITE_ADAPTERS,
-            "QualifyRelease": _WRITE_ADAPTERS,
-            "PromoteRelease": _WRITE_ADAPTERS,
-            "AbortRelease": _WRITE_ADAPTERS,
-            "RollBackRelease": _WRITE_ADAPTERS,
+            "CreateRelease": _WRITE_ADAPTERS.recorded(
+                "revision", "origin.source", "origin.pin", answer=("release.name", "release.signer")
+            ),
+            "QualifyRelease": _MOVE_RELEASE,
+            "PromoteRelease": _MOVE_RELEASE,
+            "AbortRelease": _MOVE_RELEASE,
+            "RollBackRelease": _MOVE_RELEASE,
             "GetRelease": _READ_ADAPTERS,
             "ListReleases": _READ_ADAPTERS,
             "WatchReleases": _READ_ADAPTERS,
@@ -152,25 +175,27 @@ PERMISSIONS: Mapping[str, Permission] = {
             "GetTraffic": _READ_CLUSTER,
             "ListJobs": _READ_JOBS,
             "ListDeadJobs": _READ_JOBS,
-            "DrainWorker": _WRITE_CLUSTER,
-            "DrainCell": _WRITE_CLUSTER,
-            "OpenCell": _WRITE_CLUSTER,
-            "WarmAdapter": _WRITE_CLUSTER,
-            "PinAdapter": _WRITE_CLUSTER,
-            "UnpinAdapter": _WRITE_CLUSTER,
-            "PurgeTenant": _WRITE_TENANTS,
+            "DrainWorker": _WRITE_CLUSTER.recorded("worker_id"),
+            "DrainCell": _WRITE_CLUSTER.recorded("cell"),
+            "OpenCell": _WRITE_CLUSTER.recorded("cell"),
+            "WarmAdapter": _COMMAND_ADAPTER,
+            "PinAdapter": _COMMAND_ADAPTER,
+            "UnpinAdapter": _COMMAND_ADAPTER,
+            "PurgeTenant": _WRITE_TENANTS.recorded("tenant", answer=("removed_count", "left_count", "error_count")),
             "ListQuarantine": _READ_JOBS,
-            "LiftQuarantine": _WRITE_CLUSTER,
-            "RotateResumeKeys": _WRITE_CLUSTER,
-            "WithdrawResumeKeys": _WRITE_CLUSTER,
+            "LiftQuarantine": _WRITE_CLUSTER.recorded("tenant", answer=("removed_count",)),
+            "RotateResumeKeys": _WRITE_CLUSTER.recorded(answer=("valid_count",)),
+            "WithdrawResumeKeys": _WRITE_CLUSTER.recorded(answer=("removed_count",)),
         },
     ),
     **_of(
         "loraplex.admin.v1.KeyService",
         {
-            "CreateKey": _WRITE_KEYS,
-            "RotateKey": _WRITE_KEYS,
-            "RevokeKey": _WRITE_KEYS,
+            "CreateKey": _WRITE_KEYS.recorded(
+                "tenant", "role", "scopes", "label", "ttl", answer=("key.key_id", "key.role", "key.expire_time")
+            ),
+            "RotateKey": _WRITE_KEYS.recorded("key_id", "grace", answer=("key.tenant", "key.former_expire_time")),
+            "RevokeKey": _WRITE_KEYS.recorded("key_id", answer=("key.tenant",)),
             "ListKeys": Permission(KEYS_READ, {Port.OPERATORS: _WATCHERS}),
             "ListKeyChanges": Permission(KEYS_READ, {Port.OPERATORS: _ROUTERS}),
         },
@@ -178,8 +203,10 @@ PERMISSIONS: Mapping[str, Permission] = {
     **_of(
         "loraplex.admin.v1.PlanService",
         {
-            "SetPlan": _WRITE_PLANS,
-            "DeletePlan": _WRITE_PLANS,
+            "SetPlan": _WRITE_PLANS.recorded(
+                *(f"plan.{field.name}" for field in Plan.DESCRIPTOR.fields), answer=("plan.etag",)
+            ),
+            "DeletePlan": _WRITE_PLANS.recorded("name"),
             "GetPlan": _READ_PLANS,
             "ListPlans": _READ_PLANS,
             "ListPlanChanges": Permission(PLANS_READ, {Port.OPERATORS: _ROUTERS}),
@@ -192,15 +219,15 @@ PERMISSIONS: Mapping[str, Permission] = {
     **_of(
         "loraplex.admin.v1.TenantService",
         {
-            "PurgeTenant": _WRITE_TENANTS,
+            "PurgeTenant": _WRITE_TENANTS.recorded("tenant", answer=("removed_count",)),
             "ListGoneRevisions": Permission(ADAPTERS_READ, {Port.OPERATORS: frozenset({Role.WORKER})}),
         },
     ),
     **_of(
         "loraplex.admin.v1.GrantService",
         {
-            "CreateGrant": _WRITE_ADAPTERS,
-            "DeleteGrant": _WRITE_ADAPTERS,
+            "CreateGrant": _WRITE_ADAPTERS.recorded("adapter", "tenant", "ttl", answer=("grant.adapter",)),
+            "DeleteGrant": _WRITE_ADAPTERS.recorded("adapter", "tenant"),
             "ListGrants": Permission(ADAPTERS_READ, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _WATCHERS}),
         },
     ),
@@ -216,8 +243,8 @@ PERMISSIONS: Mapping[str, Permission] = {
             "GetTokenizer": _TOKENIZE,
             "HealthCheck": _TOKENIZE,
             "ListLoadedLoRAAdapters": _READ_ADAPTERS,
-            "LoadLoRAAdapter": _WRITE_CLUSTER,
-            "UnloadLoRAAdapter": _WRITE_CLUSTER,
+            "LoadLoRAAdapter": _WRITE_CLUSTER.recorded("lora_name", "pinned"),
+            "UnloadLoRAAdapter": _WRITE_CLUSTER.recorded("lora_name"),
             "GetLoads": _READ_CLUSTER,
             # The token ids of prompts and answers: a tenant sees its own, and auditors none.
             "SubscribeKvEvents": Permission(GENERATE, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS}),
