@@ -12,8 +12,6 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from loraplex.adapter_store.database import MIGRATIONS
-from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.contracts.artifacts.base_model import BaseModel, ModuleShape
 from loraplex.contracts.artifacts.generation_config import GenerationConfig
 from loraplex.contracts.artifacts.names import sha256_bytes
@@ -140,21 +138,6 @@ async def test_the_live_the_former_and_the_last_staged_revision_are_kept(
         await client.register(of_digest(tiny_base, digit), stage=True)
         await promote(client, digit)
     assert await states(client) == {"former": "5", "live": "6"}
-
-
-async def test_a_catalog_of_one_revision_a_model_gets_states(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "catalog.db")) as catalog:
-        catalog.executescript(";".join(MIGRATIONS[:2]) + "; PRAGMA user_version = 2;")
-        catalog.execute("INSERT INTO base_models VALUES ('tiny', 'sha256:1', '{}', 7)")
-        catalog.execute("INSERT INTO base_files VALUES ('tiny', 'config.json', 'sha256:2', 3)")
-        catalog.commit()
-    database = EmbeddedDatabase(tmp_path / "catalog.db")
-    with database.reading() as rows:
-        assert [tuple(row) for row in rows.execute("SELECT * FROM base_models")] == [("tiny", "sha256:1", "{}", 7, 7)]
-        files = rows.execute("SELECT * FROM base_files").fetchall()
-    assert [tuple(row) for row in files] == [("tiny", "sha256:1", "config.json", "sha256:2", 3)]
-    assert database.referenced_blobs() == {"sha256:2"}
-    database.close()
 
 
 async def test_other_small_files_need_replace_too(client: Client, tiny_base: BaseModel) -> None:

@@ -12,7 +12,6 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.database import MIGRATIONS
 from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.adapter_store.records import find_revision
 from loraplex.contracts.artifacts.base_model import BaseModel
@@ -142,16 +141,15 @@ async def test_whole_answers_to_own_prompts_are_judged(
     assert (await client.get("support")).revision.certificates[0] == kept
 
 
-def test_certificates_of_before_whole_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as before:
-        before.setattr("loraplex.adapter_store.embedded.MIGRATIONS", MIGRATIONS[:5])
-        database = EmbeddedDatabase(tmp_path / "catalog.db")
-        with database.transaction() as rows:
-            rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 0, 0, 0)")
-            rows.execute("INSERT INTO revisions VALUES (1, 1, 'd', 'b', 8, 'c', 1, 'w', 1, 0, NULL)")
-            rows.execute("INSERT INTO certificates VALUES (1, 'd', 'b', 'int4', 16, 0, 200, 0.97, 0.02, 0.5, 7)")
-        database.close()
+def test_certificates_of_before_whole_answers_are_kept(tmp_path: Path) -> None:
     database = EmbeddedDatabase(tmp_path / "catalog.db")
+    with database.transaction() as rows:
+        rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 0, 0, 0)")
+        rows.execute("INSERT INTO revisions VALUES (1, 1, 'd', 'b', 8, 'c', 1, 'w', 1, 0, NULL)")
+        rows.execute(
+            "INSERT INTO certificates (adapter_id, digest, base_digest, quantization, prompts, drawn, tokens, "
+            "agreement, mean_kl, max_kl, create_ns) VALUES (1, 'd', 'b', 'int4', 16, 0, 200, 0.97, 0.02, 0.5, 7)"
+        )
     with database.reading() as rows:
         found = find_revision(rows, RevisionName("acme", "support", "d"))
     database.close()

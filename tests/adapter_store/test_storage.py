@@ -233,20 +233,26 @@ async def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(DataDirectoryError, match="was written by a later version"):
         await Store(StoreSettings(data=tmp_path / "newer", port=0)).start()
+    (tmp_path / "older").mkdir()
+    connection = sqlite3.connect(tmp_path / "older" / "catalog.db")
+    connection.execute("PRAGMA user_version = 5")
+    connection.close()
+    with pytest.raises(DataDirectoryError, match=r"older/catalog\.db is of a version before 1\.0"):
+        await Store(StoreSettings(data=tmp_path / "older", port=0)).start()
 
 
 def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "catalog.db"
     EmbeddedDatabase(path).close()
     later = (*MIGRATIONS, "ALTER TABLE plans ADD COLUMN note TEXT; UPDATE plans SET note = 'none'")
-    monkeypatch.setattr("loraplex.adapter_store.embedded.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
+    monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
     with pytest.raises(DataDirectoryError, match="cannot be opened as the catalog: no such column"):
         EmbeddedDatabase(path)
-    monkeypatch.setattr("loraplex.adapter_store.embedded.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
+    monkeypatch.setattr("loraplex.adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
     for _ in range(2):
         database = EmbeddedDatabase(path)
         with database.reading() as rows:
-            assert rows.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS) + 2
+            assert rows.execute("PRAGMA user_version").fetchone()[0] == 7 + 2
             assert rows.execute("SELECT note FROM plans").fetchall() == []
         database.close()
 

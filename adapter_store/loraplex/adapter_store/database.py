@@ -14,9 +14,10 @@ from loraplex.adapter_store.adapter_changes import AdapterChanges
 from loraplex.adapter_store.records import Rows
 from loraplex.adapter_store.storage import DataDirectory, DataDirectoryError
 
-# The tables, as numbered steps: number n, beginning at 1, makes a catalog of version n of one of version n - 1. From
-# version 1.0 on a step that was released stays as it is, and a change of the tables is another step at the end.
-# They are what SQLite and PostgreSQL both take, but for names of types (postgres.py).
+# The tables, as numbered steps: number n makes a catalog of version n of one of version n - 1, the first, of number
+# _FIRST, of an empty one. From version 1.0 on a step that was released stays as it is, and a change of the tables is
+# another step at the end. They are what SQLite and PostgreSQL both take, but for names of types (postgres.py).
+_FIRST = 6
 MIGRATIONS = (
     """
 CREATE TABLE adapters (
@@ -40,11 +41,14 @@ CREATE TABLE revisions (
     weights_digest TEXT NOT NULL,
     weights_bytes INTEGER NOT NULL,
     create_ns INTEGER NOT NULL,
+    -- Revisions of training runs end by themselves.
+    expire_ns INTEGER,
     UNIQUE (adapter_id, digest)
 );
 CREATE INDEX revisions_by_digest ON revisions (digest);
 CREATE INDEX revisions_by_config ON revisions (config_digest);
 CREATE INDEX revisions_by_weights ON revisions (weights_digest);
+CREATE INDEX expiring_revisions ON revisions (expire_ns) WHERE expire_ns IS NOT NULL;
 CREATE TABLE aliases (
     adapter_id INTEGER NOT NULL,
     alias TEXT NOT NULL,
@@ -52,18 +56,23 @@ CREATE TABLE aliases (
     PRIMARY KEY (adapter_id, alias),
     FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
 );
+-- A base model has revisions. `live_ns` is when one last became live, NULL for one that never was: the last is live.
 CREATE TABLE base_models (
-    name TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
     digest TEXT NOT NULL,
     manifest TEXT NOT NULL,
-    create_ns INTEGER NOT NULL
+    create_ns INTEGER NOT NULL,
+    live_ns INTEGER,
+    PRIMARY KEY (name, digest)
 );
 CREATE TABLE base_files (
-    model TEXT NOT NULL REFERENCES base_models (name) ON DELETE CASCADE,
+    model TEXT NOT NULL,
+    revision TEXT NOT NULL,
     name TEXT NOT NULL,
     digest TEXT NOT NULL,
     bytes INTEGER NOT NULL,
-    PRIMARY KEY (model, name)
+    PRIMARY KEY (model, revision, name),
+    FOREIGN KEY (model, revision) REFERENCES base_models (name, digest) ON DELETE CASCADE
 );
 CREATE INDEX base_files_by_digest ON base_files (digest);
 CREATE TABLE deleted_revisions (
@@ -84,6 +93,7 @@ CREATE TABLE deleted_revisions (
 );
 CREATE INDEX deleted_by_config ON deleted_revisions (config_digest);
 CREATE INDEX deleted_by_weights ON deleted_revisions (weights_digest);
+-- `same_answers` NULL: whole answers were not counted.
 CREATE TABLE certificates (
     adapter_id INTEGER NOT NULL,
     digest TEXT NOT NULL,
@@ -96,6 +106,10 @@ CREATE TABLE certificates (
     mean_kl REAL NOT NULL,
     max_kl REAL NOT NULL,
     create_ns INTEGER NOT NULL,
+    same_answers INTEGER,
+    expected_answers INTEGER NOT NULL DEFAULT 0,
+    right_original INTEGER NOT NULL DEFAULT 0,
+    right_quantized INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (adapter_id, digest, base_digest, quantization),
     FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
 );
@@ -109,7 +123,8 @@ CREATE TABLE api_keys (
     create_ns INTEGER NOT NULL,
     expire_ns INTEGER,
     revoke_ns INTEGER,
-    change INTEGER NOT NULL
+    change INTEGER NOT NULL,
+    last_use_ns INTEGER
 );
 CREATE UNIQUE INDEX api_keys_by_change ON api_keys (change);
 CREATE TABLE api_key_secrets (
@@ -157,41 +172,7 @@ CREATE TABLE accounts (
     month INTEGER NOT NULL,
     month_tokens INTEGER NOT NULL
 );
-""",
-    """
-ALTER TABLE api_keys ADD COLUMN last_use_ns INTEGER;
-""",
-    # A base model has revisions. `live_ns` is when one last became live, NULL for one that never was: the last is live.
-    """
-CREATE TABLE base_revisions (
-    name TEXT NOT NULL,
-    digest TEXT NOT NULL,
-    manifest TEXT NOT NULL,
-    create_ns INTEGER NOT NULL,
-    live_ns INTEGER,
-    PRIMARY KEY (name, digest)
-);
-CREATE TABLE base_revision_files (
-    model TEXT NOT NULL,
-    revision TEXT NOT NULL,
-    name TEXT NOT NULL,
-    digest TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    PRIMARY KEY (model, revision, name),
-    FOREIGN KEY (model, revision) REFERENCES base_revisions (name, digest) ON DELETE CASCADE
-);
-INSERT INTO base_revisions SELECT name, digest, manifest, create_ns, create_ns FROM base_models;
-INSERT INTO base_revision_files
-SELECT model, base_models.digest, base_files.name, base_files.digest, bytes
-FROM base_files JOIN base_models ON base_models.name = model;
-DROP TABLE base_files;
-DROP TABLE base_models;
-ALTER TABLE base_revisions RENAME TO base_models;
-ALTER TABLE base_revision_files RENAME TO base_files;
-CREATE INDEX base_files_by_digest ON base_files (digest);
-""",
-    # Where imported revisions came from, as JSON of records.Provenance.
-    """
+-- Where imported revisions came from, as JSON of records.Provenance.
 CREATE TABLE provenance (
     adapter_id INTEGER NOT NULL,
     digest TEXT NOT NULL,
@@ -204,9 +185,7 @@ CREATE TABLE blobs (
     digest TEXT PRIMARY KEY,
     place TEXT NOT NULL
 );
-""",
-    # Releases: loraplex.releases. `change` grows with every change of any release.
-    """
+-- Releases: loraplex.releases. `change` grows with every change of any release.
 CREATE TABLE releases (
     adapter_id INTEGER NOT NULL,
     number INTEGER NOT NULL,
@@ -238,9 +217,6 @@ CREATE TABLE webhooks (
     name TEXT PRIMARY KEY,
     event INTEGER NOT NULL
 );
--- Revisions of training runs end by themselves.
-ALTER TABLE revisions ADD COLUMN expire_ns INTEGER;
-CREATE INDEX expiring_revisions ON revisions (expire_ns) WHERE expire_ns IS NOT NULL;
 -- Sums of routers, each of one run of a router.
 CREATE TABLE release_outcomes (
     adapter_id INTEGER NOT NULL,
@@ -251,13 +227,6 @@ CREATE TABLE release_outcomes (
     PRIMARY KEY (adapter_id, number, step, reporter),
     FOREIGN KEY (adapter_id, number) REFERENCES releases (adapter_id, number) ON DELETE CASCADE
 );
-""",
-    # Certificates count whole answers; `same_answers` NULL: not counted.
-    """
-ALTER TABLE certificates ADD COLUMN same_answers INTEGER;
-ALTER TABLE certificates ADD COLUMN expected_answers INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE certificates ADD COLUMN right_original INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE certificates ADD COLUMN right_quantized INTEGER NOT NULL DEFAULT 0;
 """,
     """
 CREATE INDEX expiring_grants ON grants (expire_ns) WHERE expire_ns IS NOT NULL;
@@ -346,9 +315,19 @@ class Database(ABC):
                 data.remove(self.unreferenced(digests))
 
 
-def lost_catalog(place: str, blobs: int) -> DataDirectoryError:
-    """Return the error of a catalog that has nothing of the files that are there."""
-    return DataDirectoryError(
-        f"{place} is missing or empty, but there are {blobs} files in the directory's blobs: "
-        "restore the catalog from a backup, or move the files away to begin with an empty store"
-    )
+def steps_after(version: int, place: str, blobs: int = 0) -> dict[int, str]:
+    """Return the steps that a catalog of a version lacks, by number; 0: an empty one, beside so many files.
+
+    Raises DataDirectoryError for a catalog that has nothing of the files that are there, or is not of these steps.
+    """
+    steps = dict(enumerate(MIGRATIONS, start=_FIRST))
+    if version == 0 and blobs:
+        raise DataDirectoryError(
+            f"{place} is missing or empty, but there are {blobs} files in the directory's blobs: "
+            "restore the catalog from a backup, or move the files away to begin with an empty store"
+        )
+    if version > max(steps):
+        raise DataDirectoryError(f"{place} was written by a later version of the store")
+    if 0 < version < _FIRST:
+        raise DataDirectoryError(f"{place} is of a version before 1.0; begin with an empty directory or database")
+    return {number: step for number, step in steps.items() if number > version}

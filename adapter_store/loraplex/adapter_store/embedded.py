@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from loraplex.adapter_store.adapter_changes import NAME_IN, ROWS_OF
-from loraplex.adapter_store.database import MIGRATIONS, Database, lost_catalog
+from loraplex.adapter_store.database import Database, steps_after
 from loraplex.adapter_store.records import Rows
 from loraplex.adapter_store.storage import DataDirectoryError, disk_full
 
@@ -26,8 +26,6 @@ class EmbeddedDatabase(Database):
 
     def __init__(self, path: Path, blobs: int = 0) -> None:
         super().__init__()
-        if blobs and not (path.is_file() and path.stat().st_size):
-            raise lost_catalog(f"--data: {path}", blobs)
         try:
             with ExitStack() as opened:
                 connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -101,18 +99,14 @@ def open_database(url: str, path: Path, blobs: int = 0) -> Database:
 def _migrate(connection: sqlite3.Connection, path: Path, blobs: int) -> None:
     """Run the migrations that the catalog lacks, each in a transaction."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version == 0 and blobs:
-        raise lost_catalog(f"--data: {path}", blobs)
-    if version > len(MIGRATIONS):
-        raise DataDirectoryError(f"--data: {path} was written by a later version of the store")
-    for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
+    for number, step in steps_after(version, f"--data: {path}", blobs).items():
         connection.executescript(f"BEGIN; {step}; PRAGMA user_version = {number}; COMMIT;")
 
 
 def _check_shape(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a catalog with other tables than its version has now: before 1.0 step 1 was changed in its place."""
     with closing(sqlite3.connect(":memory:")) as new:
-        new.executescript(";".join(MIGRATIONS))
+        new.executescript(";".join(steps_after(0, "").values()))
         lacking = set(new.execute(_COLUMNS)).difference(map(tuple, connection.execute(_COLUMNS)))
     if lacking:
         tables = ", ".join(sorted({table for table, _ in lacking}))

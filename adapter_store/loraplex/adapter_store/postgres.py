@@ -22,7 +22,7 @@ import psycopg
 from psycopg.types.string import TextLoader
 
 from loraplex.adapter_store.adapter_changes import NAME_IN, ROWS_OF
-from loraplex.adapter_store.database import MIGRATIONS, NUMBERED, Database, lost_catalog
+from loraplex.adapter_store.database import NUMBERED, Database, steps_after
 from loraplex.adapter_store.records import Rows
 from loraplex.adapter_store.storage import DataDirectoryError, disk_full
 from loraplex.runtime.rpc.errors import CallError, Unavailable
@@ -284,14 +284,10 @@ def _migrate(rows: Rows, blobs: int) -> None:
     """Run the migrations that the catalog lacks, in the transaction of the caller."""
     rows.execute("CREATE TABLE IF NOT EXISTS catalog_version (version BIGINT NOT NULL)")
     version = rows.execute("SELECT coalesce(max(version), 0) FROM catalog_version").fetchone()[0]
-    if version == 0 and blobs:
-        raise lost_catalog("--database: the catalog", blobs)
-    if version > len(MIGRATIONS):
-        raise DataDirectoryError("--database: the catalog was written by a later version of the store")
-    if version == len(MIGRATIONS):
+    if not (steps := steps_after(version, "--database: the catalog", blobs)):
         return
     types = re.compile(r"\b(" + "|".join(_TYPES) + r")\b")
-    for step in (_FUNCTIONS, *MIGRATIONS[version:]):
+    for step in (_FUNCTIONS, *steps.values()):
         rows.execute(types.sub(lambda name: _TYPES[name[0]], step) if step is not _FUNCTIONS else step)
     for table, name in NAME_IN.items():
         for event, row in ROWS_OF.items():
@@ -300,7 +296,7 @@ def _migrate(rows: Rows, blobs: int) -> None:
     _notify(rows, "api_keys", "DELETE", "'purged_keys'")
     _notify(rows, "plans", "INSERT OR UPDATE OR DELETE", "'plans'")
     rows.execute("DELETE FROM catalog_version")
-    rows.execute("INSERT INTO catalog_version VALUES (?)", (len(MIGRATIONS),))
+    rows.execute("INSERT INTO catalog_version VALUES (?)", (max(steps),))
 
 
 def _notify(rows: Rows, table: str, event: str, payload: str) -> None:
