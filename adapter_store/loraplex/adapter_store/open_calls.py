@@ -7,7 +7,7 @@ each and wait would take all of either: one that does not move ends, as does a d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from loraplex.runtime.rpc.errors import DeadlinePassed
-from loraplex.runtime.rpc.interceptors import Handler, Interceptor, end_call, wrapped
+from loraplex.runtime.rpc.interceptors import Handler, Interceptor, end_call, within, wrapped
 from loraplex.runtime.rpc.principal import NAMING_ROLES, Principal, caller
 from loraplex.runtime.rpc.shares import Shares
 
@@ -93,23 +93,16 @@ class TenantCalls(Interceptor):
         if handler.request_streaming or method.startswith("/grpc.") or method.endswith(_TRANSFERS):
             return handler
         if not handler.response_streaming:
-            return wrapped(handler, self._one)
+            return within(handler, lambda request, context: _counted(self._calls, "calls", caller()))
         shares = (self._calls, "calls") if method in _WATCHES else (self._downloads, "downloads")
         return wrapped(handler, partial(self._many, *shares))
 
-    def _one(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def bounded(request: Any, context: Any) -> Any:
-            with _counted(self._calls, "calls", caller()):
-                return await method(request, context)
-
-        return bounded
-
     def _many(self, shares: Shares, what: str, method: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
         async def bounded(request: Any, context: Any) -> AsyncIterator[Any]:
-            with _counted(shares, what, caller()) as counts:
+            with _counted(shares, what, caller()):
                 async with aclosing(method(request, context)) as messages:
                     async for message in messages:
-                        ending = self._end_later() if counts else None
+                        ending = self._end_later() if _counts(caller()) else None
                         try:
                             yield message
                         finally:
@@ -126,13 +119,17 @@ class TenantCalls(Interceptor):
         return asyncio.get_running_loop().call_later(self._silent_s, end_call, task, error)
 
 
+def _counts(principal: Principal) -> bool:
+    return bool(principal.tenant) and not principal.roles & NAMING_ROLES
+
+
 @contextmanager
-def _counted(shares: Shares, what: str, principal: Principal) -> Iterator[bool]:
-    """Count a tenant's call while the context is open; yields whether it counts. Raises Exhausted."""
+def _counted(shares: Shares, what: str, principal: Principal) -> Iterator[None]:
+    """Count a tenant's call while the context is open. Raises Exhausted."""
     tenant = principal.tenant
-    if not tenant or principal.roles & NAMING_ROLES:
-        yield False
+    if not _counts(principal):
+        yield
         return
     subject, served = f"tenants/{tenant}/store-{what}", f"{what} that this store serves at once"
     with shares.held(tenant, subject=subject, what=served, reason="STORE_FULL"):
-        yield True
+        yield

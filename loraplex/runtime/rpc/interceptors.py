@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -51,6 +51,35 @@ def wrapped(
     method: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     make = _MAKERS[handler.request_streaming, handler.response_streaming]
     return make(wrap(method), request_deserializer or handler.request_deserializer, handler.response_serializer)
+
+
+def within(handler: Handler, enter: Callable[[Any, Context], AbstractContextManager[Any]]) -> Handler:
+    """Return a handler whose calls run in what `enter` returns for a request.
+
+    What that context yields is called with each message of the answer, unless it is None.
+    """
+
+    def one(method: Method) -> Method:
+        async def entered(request: Any, context: Context) -> Any:
+            with enter(request, context) as answered:
+                answer = await method(request, context)
+                if answered is not None:
+                    answered(answer)
+                return answer
+
+        return entered
+
+    def many(method: Method) -> Method:
+        async def entered(request: Any, context: Context) -> AsyncIterator[Any]:
+            with enter(request, context) as answered:
+                async for answer in method(request, context):
+                    if answered is not None:
+                        answered(answer)
+                    yield answer
+
+        return entered
+
+    return wrapped(handler, many if handler.response_streaming else one)
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
@@ -321,23 +350,7 @@ class CallMeter(Interceptor):
         name = method.rpartition("/")[2]
         if name in self._passed or method.startswith("/grpc."):
             return handler
-        wrap = self._many if handler.response_streaming else self._one
-        return wrapped(handler, lambda inner: wrap(inner, name))
-
-    def _one(self, method: Method, name: str) -> Method:
-        async def metered(request: Any, context: Any) -> Any:
-            with self._metered(name):
-                return await method(request, context)
-
-        return metered
-
-    def _many(self, method: Method, name: str) -> Method:
-        async def metered(request: Any, context: Any) -> AsyncIterator[Any]:
-            with self._metered(name):
-                async for response in method(request, context):
-                    yield response
-
-        return metered
+        return within(handler, lambda request, context: self._metered(name))
 
     @contextmanager
     def _metered(self, name: str) -> Iterator[None]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from google.protobuf.message import Message
 
 from loraplex.runtime.rpc.errors import CallError
-from loraplex.runtime.rpc.interceptors import Context, Handler, Interceptor, Method, wrapped
+from loraplex.runtime.rpc.interceptors import Context, Handler, Interceptor, within
 from loraplex.runtime.rpc.principal import Principal, caller
 from loraplex.runtime.tenancy.audit_log import AuditLog
 from loraplex.runtime.tenancy.permissions import PERMISSIONS, Audited, Permission
@@ -91,38 +91,21 @@ class Auditor(Interceptor):
     def wrap(self, handler: Handler, method: str) -> Handler:
         """Wrap the handlers of audited methods."""
         if (audited := PERMISSIONS.get(method, Permission()).audited) is not None:
-            change = self._changing_stream if handler.response_streaming else self._changing
-            return wrapped(handler, lambda inner: change(inner, method, audited))
+            return within(handler, lambda request, context: self._recording(request, context, method, audited))
         if method in STEALABLE:
-            return wrapped(handler, lambda inner: self._stealable(inner, method))
+            return within(handler, lambda request, context: self._watching(context, method))
         return handler
 
-    def _changing(self, inner: Method, method: str, audited: Audited) -> Method:
-        async def recorded(request: Any, context: Context) -> Any:
-            with self._recording(request, context, method, audited) as details:
-                answer = await inner(request, context)
-                details.update(_values(answer, audited.answer))
-                return answer
-
-        return recorded
-
-    def _changing_stream(self, inner: Method, method: str, audited: Audited) -> Method:
-        async def recorded(request: Any, context: Context) -> AsyncIterator[Any]:
-            with self._recording(request, context, method, audited) as details:
-                async for answer in inner(request, context):
-                    details.update(_values(answer, audited.answer))
-                    yield answer
-
-        return recorded
-
     @contextmanager
-    def _recording(self, request: Any, context: Context, method: str, audited: Audited) -> Iterator[dict[str, Any]]:
-        """Record a call when the context ends, with the details that were put into what it yields."""
+    def _recording(
+        self, request: Any, context: Context, method: str, audited: Audited
+    ) -> Iterator[Callable[[Message], None]]:
+        """Record a call when the context ends, with details of the messages that what it yields was called with."""
         code, details = "CANCELLED", dict[str, Any]()
         try:
             if isinstance(request, Message):
                 details |= _values(request, audited.request)
-            yield details
+            yield lambda answer: details.update(_values(answer, audited.answer))
             code = "OK"
         except CallError as error:
             code = error.reason
@@ -143,17 +126,14 @@ class Auditor(Interceptor):
                 details=details,
             )
 
-    def _stealable(self, inner: Method, method: str) -> Method:
-        async def watched(request: Any, context: Context) -> AsyncIterator[Any]:
-            try:
-                async for answer in inner(request, context):
-                    yield answer
-            except CallError as error:
-                if error.reason in STOLEN:
-                    self.refused(method, caller(), error, context.peer())
-                raise
-
-        return watched
+    @contextmanager
+    def _watching(self, context: Context, method: str) -> Iterator[None]:
+        try:
+            yield
+        except CallError as error:
+            if error.reason in STOLEN:
+                self.refused(method, caller(), error, context.peer())
+            raise
 
 
 def short(method: str) -> str:
