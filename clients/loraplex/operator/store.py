@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.field_mask_pb2 import FieldMask
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc, releases_pb2, releases_pb2_grpc
@@ -35,6 +35,8 @@ SOON_S, REFUSED_S, IMPORT_FAILED_S, REST_S = 5.0, 30.0, 600.0, math.inf
 _BASE_FIELDS = FieldMask(
     paths=["name", "digest", "original_digest", "architecture", "context_length", "quantization", "state"]
 )
+
+T = TypeVar("T")
 
 
 class State(StrEnum):
@@ -114,32 +116,27 @@ class TenantStore:
         async with self._calls:
             return await self._connection.run(_once(Call(method, request, timeout_s=_ASK_S)))
 
+    async def find(self, method: str, request: Any, field: str, missing: T) -> T:
+        """Make a call and return a field of its answer; `missing` where the store has nothing of that name."""
+        try:
+            found: T = getattr(await self.ask(method, request), field)
+        except sdk.NotFoundError:
+            return missing
+        return found
+
     async def revision(self, name: str) -> adapters_pb2.Revision | None:
         """Return the live revision of an adapter, or that of ADAPTER@DIGEST; None where there is none."""
-        request = adapters_pb2.GetAdapterRequest(name=name)
-        try:
-            revision: adapters_pb2.Revision = (await self.ask("GetAdapter", request)).revision
-        except sdk.NotFoundError:
-            return None
-        return revision
+        return await self.find("GetAdapter", adapters_pb2.GetAdapterRequest(name=name), "revision", None)
 
     async def releases(self, adapter: str) -> Sequence[releases_pb2.Release]:
         """Return an adapter's releases, newest first; none where there is no adapter."""
         request = releases_pb2.ListReleasesRequest(parent=adapter, page_size=_LISTED)
-        try:
-            releases: Sequence[releases_pb2.Release] = (await self.ask("ListReleases", request)).releases
-        except sdk.NotFoundError:
-            return ()
-        return releases
+        return await self.find("ListReleases", request, "releases", ())
 
     async def revisions(self, adapter: str) -> Sequence[adapters_pb2.Revision]:
         """Return an adapter's revisions, newest first; none where there is no adapter."""
         request = adapters_pb2.ListRevisionsRequest(parent=adapter, page_size=_LISTED)
-        try:
-            revisions: Sequence[adapters_pb2.Revision] = (await self.ask("ListRevisions", request)).revisions
-        except sdk.NotFoundError:
-            return ()
-        return revisions
+        return await self.find("ListRevisions", request, "revisions", ())
 
     async def change(self, method: str, **fields: Any) -> releases_pb2.Release:
         """Call a method of ReleaseService that changes a release, or returns one; return the release."""
@@ -189,11 +186,7 @@ class StoreLink:
         It has no modules and files.
         """
         request = adapters_pb2.GetBaseModelRequest(name=name, read_mask=_BASE_FIELDS)
-        try:
-            model: adapters_pb2.BaseModel = (await self._anybody.ask("GetBaseModel", request)).model
-        except sdk.NotFoundError:
-            return None
-        return model
+        return await self._anybody.find("GetBaseModel", request, "model", None)
 
     async def promote_base(self, name: str, digest: str) -> None:
         """Make a staged or former revision of a base model the live one. Raises LoraplexError."""
