@@ -29,7 +29,7 @@ from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.adapter_store.storage import CorruptBlob
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName, parse_adapter_name, parse_revision_name
 from loraplex.contracts.artifacts.outcomes import Outcomes, ShadowOutcomes, StepOutcomes
-from loraplex.contracts.artifacts.statements import BUNDLE_BYTES
+from loraplex.releases.bundles import BUNDLE_BYTES
 from loraplex.releases.releases import Releases
 from loraplex.releases.rollouts import (
     GateResult,

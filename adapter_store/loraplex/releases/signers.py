@@ -21,14 +21,14 @@ from loraplex.adapter_store.records import Revision
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
-from loraplex.contracts.artifacts.statements import (
+from loraplex.contracts.plans import DEFAULT
+from loraplex.releases.bundles import (
     TrustedKey,
     TrustedRoots,
     read_certificates,
     read_public_key,
     verify_files,
 )
-from loraplex.contracts.plans import DEFAULT
 from loraplex.runtime.interpreter import StartError
 from loraplex.runtime.rpc.errors import Mismatch
 

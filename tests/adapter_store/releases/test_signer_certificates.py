@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.contracts.artifacts.statements import TrustedKey, TrustedRoots, read_certificates, verify_files
+from loraplex.releases.bundles import TrustedKey, TrustedRoots, read_certificates, verify_files
 from tests.adapter_store.releases.test_signers import SIGNED, TRAINER
 
 BUNDLE = (SIGNED / "certificate.sig").read_bytes()

@@ -25,7 +25,8 @@ from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
-from loraplex.contracts.artifacts.statements import read_public_key, sign_statement, verify_files
+from loraplex.contracts.artifacts.statements import sign_statement
+from loraplex.releases.bundles import read_public_key, verify_files
 from loraplex.releases.signers import SignersError, read_signers
 from tests.adapter_store.conftest import metadata
 
