@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from loraplex.contracts.artifacts import ArtifactError, parse_object
@@ -178,16 +177,6 @@ def _json_value(text: str, at: int, path: str) -> tuple[dict[str, object], int]:
         raise GrammarError(path, f"holds no JSON object at character {start}: {error}") from error
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
-    """All, or any, of some parts; `needs`: how many more must end before it does."""
-
-    of_any: bool
-    parents: list[_Node] = field(default_factory=list)
-    needs: int = 0
-    ends: bool = False
-
-
 class _UnreadableError(Exception):
     """The text uses what this module does not read, or is wrong: llguidance judges it."""
 
@@ -195,46 +184,47 @@ class _UnreadableError(Exception):
 def _check_rules(tokens: Sequence[_Token], path: str) -> None:
     """Raise GrammarError for a rule that every text of its own contains again."""
     try:
-        reader = _Reader(tokens)
-        reader.read()
+        endless = _Reader(tokens).endless()
     except _UnreadableError:
         return
-    endless = [name for name, rule in reader.rules.items() if not rule.ends]
     if endless:
         raise GrammarError(path, f"rule {endless[0]!r} has no text that comes to an end: it requires itself")
 
 
 class _Reader:
-    """Reads the rules into nodes, and marks those that end."""
+    """Reads the alternatives of rules and of groups in them, with what each requires."""
 
     def __init__(self, tokens: Sequence[_Token]) -> None:
-        self.rules: dict[str, _Node] = {}
-        self._uses: list[tuple[str, _Node]] = []
-        self._leaves: list[_Node] = []
+        self._rules: dict[str, None] = {}
+        # The rule or group that each alternative is of, and the rules and groups that must end before it does.
+        self._alternatives: list[tuple[str, set[str]]] = []
         self._code = list(_code(tokens))
         self._at = 0
         self._depth = 0
 
-    def read(self) -> None:
-        """Read all rules. Raises _UnreadableError."""
+    def endless(self) -> list[str]:
+        """Return the rules without a text that ends. Raises _UnreadableError."""
         while self._at < len(self._code):
             if not self._head():
                 self._skip_statement()
-        for name, node in self._uses:
-            if name in self.rules:
-                self.rules[name].parents.append(node)
-            else:
-                self._leaves.append(node)
-        waiting = self._leaves
-        while waiting:
-            node = waiting.pop()
-            if node.ends:
+        uses: dict[str, list[int]] = {owner: [] for owner, _ in self._alternatives}
+        ending, ended = list[str](), set[str]()
+        for at, (owner, required) in enumerate(self._alternatives):
+            required.intersection_update(uses)  # other names are of terminals
+            for name in required:
+                uses[name].append(at)
+            if not required:
+                ending.append(owner)
+        while ending:
+            if (name := ending.pop()) in ended:
                 continue
-            node.ends = True
-            for parent in node.parents:
-                parent.needs -= 1
-                if parent.of_any or parent.needs <= 0:
-                    waiting.append(parent)
+            ended.add(name)
+            for at in uses[name]:
+                owner, required = self._alternatives[at]
+                required.discard(name)
+                if not required:
+                    ending.append(owner)
+        return [name for name in self._rules if name not in ended]
 
     def _head(self) -> bool:
         kind, text, first = self._code[self._at]
@@ -246,13 +236,11 @@ class _Reader:
         if at >= len(self._code) or self._code[at][1] != ":" or self._text(at + 1) == ":":
             raise _UnreadableError
         self._at = at + 1
-        rule = self._either()
-        if self._at < len(self._code) and not self._code[self._at][2]:
-            raise _UnreadableError
         name = text.lstrip("!?").partition(".")[0]
-        if name in self.rules:
+        self._either(name)
+        if name in self._rules or (self._at < len(self._code) and not self._code[self._at][2]):
             raise _UnreadableError
-        self.rules[name] = rule
+        self._rules[name] = None
         return True
 
     def _skip_statement(self) -> None:
@@ -267,42 +255,38 @@ class _Reader:
         """Tell whether the statement ends here; one that goes on in the next line begins there with `|`."""
         return self._at >= len(self._code) or (self._code[self._at][2] and self._text(self._at) != "|")
 
-    def _either(self) -> _Node:
+    def _either(self, owner: str) -> None:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise _UnreadableError
-        parts = [self._sequence()]
+        self._alternatives.append((owner, self._sequence()))
         while not self._ended() and self._text(self._at) == "|":
             self._at += 1
-            parts.append(self._sequence())
+            self._alternatives.append((owner, self._sequence()))
         self._depth -= 1
-        return self._join(parts, of_any=True)
 
-    def _sequence(self) -> _Node:
-        parts = []
+    def _sequence(self) -> set[str]:
+        """Read an alternative; return what it requires."""
+        required = set[str]()
         while not self._ended() and self._text(self._at) not in ("|", ")", "]"):
-            parts.append(self._item())
-        return self._join(parts, of_any=False)
+            required |= self._item()
+        return required
 
-    def _item(self) -> _Node:
+    def _item(self) -> set[str]:
         kind, text, _ = self._code[self._at]
+        required = {text} if kind == "name" else set()
         self._at += 1
-        node = _Node(of_any=False)
         if text in ("(", "["):
-            inner = self._either()
+            group = f"{text}{self._at}"  # which is no rule's name
+            self._either(group)
             if self._text(self._at) not in (")", "]"):
                 raise _UnreadableError
             self._at += 1
-            node = inner if text == "(" else self._leaf()
-        elif kind == "name":
-            self._uses.append((text, node))
-            node.needs = 1
-        else:
-            node = self._leaf()
+            required = {group} if text == "(" else set()
         while not self._ended() and self._text(self._at) in ("?", "*", "+", "{", "~"):
             if self._may_be_none():
-                node = self._leaf()
-        return node
+                required = set()
+        return required
 
     def _may_be_none(self) -> bool:
         """Read a repetition; tell whether it allows none."""
@@ -316,22 +300,6 @@ class _Reader:
             self._at += 1
         self._at += 1
         return least in ("0", ",")
-
-    def _leaf(self) -> _Node:
-        node = _Node(of_any=False)
-        self._leaves.append(node)
-        return node
-
-    def _join(self, parts: list[_Node], *, of_any: bool) -> _Node:
-        if len(parts) == 1:
-            return parts[0]
-        node = _Node(of_any)
-        node.needs = 1 if of_any else len(parts)
-        for part in parts:
-            part.parents.append(node)
-        if not parts:
-            self._leaves.append(node)
-        return node
 
 
 def _code(tokens: Sequence[_Token]) -> Iterator[tuple[str, str, bool]]:
