@@ -171,7 +171,7 @@ class Catalog:
         with self._database.reading() as rows:
             row = find_adapter(rows, name)
             _check(row, name, base_model, etag)
-            self._quotas.check_upload(rows, name.tenant, key_id, new_adapter=row is None)
+            self._quotas.check_room(rows, name.tenant, key_id, new_adapter=row is None, coming=1)
 
     def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
         """Keep an upload as a revision and move its alias; returns True for a new revision.
@@ -203,7 +203,7 @@ class Catalog:
                 row = adapter_row(rows, name)
             created = _insert_revision(rows, row["id"], new, now)
             if created:
-                self._quotas.check_stored(rows, name.tenant, new.key_id, new_adapter=new_adapter)
+                self._quotas.check_room(rows, name.tenant, new.key_id, new_adapter=new_adapter, coming=0)
             moved = new.alias is not None and self._set_alias(rows, row["id"], new.alias, sent.name.digest)
             if created or moved:
                 touch(rows, row["id"], now)
@@ -328,7 +328,7 @@ class Catalog:
         with suppress(Exhausted):  # their revisions are deleted; their bytes are freed later
             self.deleted.purge()
             for tenant in tenants:
-                if (most_bytes := self._quotas.bytes_of(tenant)) is not None:
+                if (most_bytes := self._quotas.plans.of(tenant).adapter_bytes) is not None:
                     self.deleted.trim(tenant, most_bytes)
 
 

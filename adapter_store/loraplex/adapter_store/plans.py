@@ -113,14 +113,6 @@ class StoredPlans:
         later = [one for one in self._plans.values() if one.change > after]
         return sorted(later, key=attrgetter("change"))[:limit]
 
-    def set(self, name: str, plan: Plan, etag: str) -> NamedPlan:
-        """Replace a plan or make it. Raises Aborted on a stale etag."""
-        return self._write(name, plan, etag)
-
-    def delete(self, name: str, etag: str) -> None:
-        """Remove a plan. Raises as `set` does, and NotFound."""
-        self._write(name, None, etag)
-
     def existing(self, names: Iterable[str]) -> list[str]:
         """Return the names among `names` that have a plan, deleted plans included until readers have heard of them."""
         return [name for name in names if name in self._plans]
@@ -137,7 +129,8 @@ class StoredPlans:
                 self.epoch = secrets.token_hex(8)
         return gone
 
-    def _write(self, name: str, plan: Plan | None, etag: str) -> NamedPlan:
+    def set(self, name: str, plan: Plan | None, etag: str) -> NamedPlan:
+        """Replace a plan or make it; None deletes it. Raises Aborted on a stale etag, NotFound for one to delete."""
         values = None if plan is None else json.dumps({k: v for k, v in asdict(plan).items() if v is not None})
         with self._database.lock:
             with self._database.transaction() as rows:
@@ -192,7 +185,7 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
 
     async def DeletePlan(self, request: pb.DeletePlanRequest, context: Context) -> pb.DeletePlanResponse:
         """Remove a plan."""
-        await asyncio.to_thread(self._plans.delete, request.name, request.etag)
+        await asyncio.to_thread(self._plans.set, request.name, None, request.etag)
         log.info("%s: deleted the plan %s", caller().name, request.name)
         return pb.DeletePlanResponse()
 
@@ -237,13 +230,13 @@ def _to_pb(named: NamedPlan) -> pb.Plan:
 
 
 class StoreQuotas:
-    """Counts adapters, bytes and uploads at once of tenants and API keys; docs/guides/quotas.md.
+    """Counts adapters, bytes and uploads at once of tenants and API keys by their `plans`; docs/guides/quotas.md.
 
     Raises Exhausted, which names the limit.
     """
 
     def __init__(self, plans: StoredPlans, metrics: StoreMetrics) -> None:
-        self._plans = plans
+        self.plans = plans
         self._metrics = metrics
         self._uploads = Counter[str]()
 
@@ -265,24 +258,11 @@ class StoreQuotas:
                 if not self._uploads[name]:
                     del self._uploads[name]
 
-    def bytes_of(self, tenant: str) -> int | None:
-        """Return the maximum bytes of a tenant's adapters, which is also that of its deleted ones that are kept."""
-        return self._plans.of(tenant).adapter_bytes
+    def check_room(self, rows: Rows, tenant: str, key_id: str, *, new_adapter: bool, coming: int) -> None:
+        """Check that a tenant, and a key of it, have room for a revision: 1 that is `coming`, or 0 more than is stored.
 
-    def default_model(self, tenant: str, key_id: str) -> str:
-        """Return the base model that an upload means where it names none; empty: no plan says one."""
-        return self._plans.default_model(tenant, key_id)
-
-    def check_upload(self, rows: Rows, tenant: str, key_id: str, *, new_adapter: bool) -> None:
-        """Check that a tenant and a key of it have room for another revision, before its bytes come."""
-        self._check_room(rows, tenant, key_id, new_adapter, coming=1)
-
-    def check_stored(self, rows: Rows, tenant: str, key_id: str, *, new_adapter: bool) -> None:
-        """Check what both have with a revision that was inserted just now; the caller rolls back on an error."""
-        self._check_room(rows, tenant, key_id, new_adapter, coming=0)
-
-    def _check_room(self, rows: Rows, tenant: str, key_id: str, new_adapter: bool, coming: int) -> None:
-        """Check that what each has, and at least `coming` adapters and bytes more, are within its plan."""
+        The caller rolls back where one was stored just now.
+        """
         for name, plan in self._plans_of(tenant, key_id).items():
             kind, _, owner = name.partition("/")
             for limit, counting in (_OF_KEY if kind == "keys" else _OF_TENANT).items():
@@ -294,9 +274,9 @@ class StoreQuotas:
 
     def _plans_of(self, tenant: str, key_id: str) -> dict[str, Plan]:
         """Return the plans that an upload must fit, by name: its tenant's, and that of the key that it came with."""
-        plans = {plan_name(tenant): self._plans.of(tenant)}
+        plans = {plan_name(tenant): self.plans.of(tenant)}
         if key_id:
-            plans[plan_name(key_id=key_id)] = self._plans.of_key(key_id)
+            plans[plan_name(key_id=key_id)] = self.plans.of_key(key_id)
         return plans
 
     def _exceeded(

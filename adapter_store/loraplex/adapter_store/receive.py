@@ -142,7 +142,7 @@ class Receiver:
             raise InvalidField(f"{at}adapter", why)
         with refusals(f"{at}alias"):
             alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
-        model = header.base_model or self._quotas.default_model(name.tenant, caller().key_id)
+        model = header.base_model or self._quotas.plans.default_model(name.tenant, caller().key_id)
         base = await asyncio.to_thread(self._bases.get_or_only, model, f"{at}base_model")
         await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag, caller().key_id)
         ttl_s = seconds_of(f"{at}ttl", header.ttl, least=1.0) if header.HasField("ttl") else None

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import tee, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,9 @@ def verify(lines: Iterable[Line], anchor: ChainHead | None = None) -> Verified:
     faults: list[Fault] = []
     records, before, last = 0, BEGINNING, None
     anchored = anchor is None or anchor == BEGINNING
-    for line, following in _with_following(lines):
+    lines, ahead = tee(lines)
+    next(ahead, None)
+    for line, following in zip_longest(lines, ahead):
         if line.values is None or not line.whole:
             faults.append(Fault(line.path, line.number, "is cut" if not line.whole else "is not a record"))
             before, last = ChainHead(before.number + 1, line.sha256), line
@@ -168,16 +171,6 @@ def verify(lines: Iterable[Line], anchor: ChainHead | None = None) -> Verified:
         )
         faults.append(Fault(path, number, f"{what}; the known one, {anchor}, is missing"))
     return Verified(records, before, faults)
-
-
-def _with_following(lines: Iterable[Line]) -> Iterator[tuple[Line, Line | None]]:
-    waiting: Line | None = None
-    for line in lines:
-        if waiting is not None:
-            yield waiting, line
-        waiting = line
-    if waiting is not None:
-        yield waiting, None
 
 
 def _misplaced(before: int, number: int) -> str:

@@ -38,7 +38,7 @@ async def test_the_copy_follows_the_store(store: Store) -> None:
     assert [plans.weight_of(tenant) for tenant in ("acme", "old")] == [2.0, 1.0]
     assert plans.limits_of("acme") == {"tokens_per_day": 0}
     assert plans.owners("acme", "0123456789abcdef")[0].name == "keys/0123456789abcdef"
-    store._plans.delete("tenants/acme", "")
+    set_plan("tenants/acme", None, "")
     await plans.look()
     assert (plans.limits_of("acme"), list(plans.accounts)) == ({}, ["keys/0123456789abcdef"])
     store._plans.epoch = "another store, without plans"
