@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loraplex.adapter_store.records import SourceFile
 from loraplex.transfers.policy import Rule, SourceUri
-from loraplex.transfers.sources import MAX_FILES, PIECE_BYTES, Listing, broken, changed, not_found
+from loraplex.transfers.sources import MAX_FILES, PIECE_BYTES, Listing, Source, broken, changed, not_found
 
 # A folder on the way to a file is opened without the right to list it, where the system can.
 _ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -19,7 +19,7 @@ _ON_THE_WAY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLO
 _DEPTH = 32
 
 
-class Folder:
+class Folder(Source):
     """A source that is a folder. A link is followed only from a snapshot of a hub's cache to the cache's own blobs.
 
     Whoever writes into the folder may exchange its parts meanwhile: each part of a path is opened within the one before
@@ -53,10 +53,6 @@ class Folder:
                     break
         return Listing(self._uri, tuple(files))
 
-    def pin(self, file: SourceFile) -> SourceFile:
-        """Return the file: its time and inode say whether it has changed."""
-        return file
-
     def read(self, file: SourceFile, start: int) -> Iterator[bytes]:
         """Yield the file's bytes."""
         with self._opened(self._root / file.path) as descriptor, open(descriptor, "rb", closefd=False) as opened:
@@ -68,9 +64,6 @@ class Folder:
             opened.seek(start)
             while piece := opened.read(PIECE_BYTES):
                 yield piece
-
-    def close(self) -> None:
-        """Do nothing: no connection is open."""
 
     @contextmanager
     def _opened(self, path: Path, *, linked: bool = False) -> Iterator[int]:

@@ -16,12 +16,12 @@ from loraplex.runtime.rpc.errors import InvalidField
 from loraplex.runtime.rpc.timed_http import OpenSockets
 from loraplex.transfers.http import SourceClient, check_status
 from loraplex.transfers.policy import Rule, SourceUri
-from loraplex.transfers.sources import MAX_FILES, Listing, broken, not_found
+from loraplex.transfers.sources import MAX_FILES, Listing, Source, broken, not_found
 
 _INFO: Any = ModelInfo
 
 
-class HubRepository:
+class HubRepository(Source):
     """A source that is a repository. A branch or a tag is resolved to its commit once, by `list`."""
 
     def __init__(self, uri: SourceUri, rule: Rule, sockets: OpenSockets) -> None:
@@ -66,10 +66,6 @@ class HubRepository:
         self._commit = model.sha
         pin = f"hf://{self._name}@{self._commit}{'/' + self._folder[:-1] if self._folder else ''}"
         return Listing(pin, tuple(files))
-
-    def pin(self, file: SourceFile) -> SourceFile:
-        """Return the file: the commit says what its bytes are."""
-        return file
 
     def read(self, file: SourceFile, start: int) -> Iterator[bytes]:
         """Yield the file's bytes at the commit."""

@@ -23,6 +23,7 @@ from loraplex.transfers.sources import (
     PIECE_BYTES,
     Interrupted,
     Listing,
+    Source,
     changed,
     not_found,
     refused,
@@ -59,7 +60,7 @@ def open_bucket(uri: SourceUri, rule: Rule, proxy: str) -> ObjectStore:
     return AzureStore(uri.authority, **where, **secrets, **options)
 
 
-class ObjectFolder:
+class ObjectFolder(Source):
     """A source that is a folder of an object store. Files keep their version and ETag between list and read."""
 
     def __init__(self, uri: SourceUri, rule: Rule, sockets: OpenSockets) -> None:

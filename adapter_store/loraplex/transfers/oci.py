@@ -26,7 +26,7 @@ from loraplex.runtime.rpc.errors import InvalidField, Mismatch
 from loraplex.runtime.rpc.timed_http import OpenSockets
 from loraplex.transfers.http import SourceClient, check_status
 from loraplex.transfers.policy import Rule, SourceUri
-from loraplex.transfers.sources import Listing, broken, not_found, refused
+from loraplex.transfers.sources import Listing, Source, broken, not_found, refused
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT = "application/vnd.cncf.model.manifest.v1+json"
@@ -43,7 +43,7 @@ _REPOSITORY = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
-class Registry:
+class Registry(Source):
     """A repository of a registry, which is a source, and a place to export to."""
 
     def __init__(self, uri: SourceUri, rule: Rule, sockets: OpenSockets) -> None:
@@ -69,10 +69,6 @@ class Registry:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise broken(f"{self._uri} is not a model artifact: {error or type(error).__name__}") from error
         return Listing(self.pinned(digest), files)
-
-    def pin(self, file: SourceFile) -> SourceFile:
-        """Return the file: its digest says what its bytes are."""
-        return file
 
     def read(self, file: SourceFile, start: int) -> Iterator[bytes]:
         """Yield the bytes of a layer."""

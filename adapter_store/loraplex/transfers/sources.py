@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from loraplex.adapter_store.records import SourceFile
 from loraplex.runtime.rpc.errors import Aborted, InvalidField, Mismatch, NotFound, Unavailable
@@ -23,20 +22,23 @@ class Listing:
     files: tuple[SourceFile, ...]
 
 
-class Source(Protocol):
+class Source:
     """A place that has an adapter. Its calls block; they raise errors of a call, and Interrupted."""
 
     def list(self) -> Listing:
         """Return the files, with the versions that they have now."""
+        raise NotImplementedError
 
     def pin(self, file: SourceFile) -> SourceFile:
-        """Return a listed file with all that identifies its bytes, for sources whose lists say less."""
+        """Return a listed file with all that identifies its bytes; of most sources the list has said that."""
+        return file
 
     def read(self, file: SourceFile, start: int) -> Iterator[bytes]:
         """Yield the pieces of a pinned file from byte `start` on. Raises Aborted if it has changed since."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, if there are any."""
 
 
 class Interrupted(Exception):
