@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from loraplex.cli.development_ca import DevelopmentCa, write_private
 from loraplex.contracts.broker.job_keys import JobKeys, new_job_key
 from loraplex.contracts.broker.messages import SealError, SealKind
 from loraplex.contracts.broker.seals import Seals
 from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.rpc.tls import TlsFiles
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 from loraplex.runtime.tenancy.signatures import Signer, Verifier
 
 HOSTS = ["127.0.0.1", "localhost"]

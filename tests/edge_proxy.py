@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
+from loraplex.cli.development_ca import DevelopmentCa
 from tests.credentials_files import CA, write_tls_files
 from tests.debian_program import debian_program
 

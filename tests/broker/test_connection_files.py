@@ -16,8 +16,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from loraplex.cli.development_ca import DevelopmentCa, write_private
 from loraplex.contracts.broker.connection import RedisUnreachableError, connect
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 from tests.broker.test_connection import use
 
 

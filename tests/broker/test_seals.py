@@ -15,6 +15,7 @@ import pytest
 from msgspec import DecodeError
 from redis.asyncio import Redis
 
+from loraplex.cli.development_ca import DevelopmentCa, write_private
 from loraplex.contracts.broker.commands import DRAIN, Command, Verb, encode_command
 from loraplex.contracts.broker.job_keys import JobKeys, check_job_key, new_job_key
 from loraplex.contracts.broker.keys import Keys
@@ -35,7 +36,6 @@ from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.seals import COMMAND_S, Seals
 from loraplex.contracts.broker.terms import SEALED_JOB_S, Placement
 from loraplex.runtime.rpc.principal import Role
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 from loraplex.runtime.tenancy.signatures import GRANT_S, RevisionGrantVerifier, Signer, Verifier, left_s
 from tests.broker.clocked_queue import make_job
 from tests.credentials_files import CA, RefusedSeals, job_keys, router_seals, tls_files, worker_seals

@@ -12,11 +12,11 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from loraplex.cli.__main__ import app
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.cli.terminal import CommandError
 from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.tenancy.certificates import end_of, principal_of
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 
 
 def certs(*arguments: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from starlette.datastructures import Headers
 
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.gateway.cluster import Cluster
 from loraplex.gateway.errors import HttpError
 from loraplex.runtime.rpc.principal import Role, calling_tenant
@@ -18,7 +19,6 @@ from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from loraplex.runtime.tenancy.certificates import CertificateReader
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import Guard
 from loraplex.runtime.tenancy.permissions import Port
 from loraplex_client import (

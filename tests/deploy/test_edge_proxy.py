@@ -25,9 +25,9 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import TlsFiles
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
 from tests.edge_proxy import EDGE, edge_proxy, write_edge_files

@@ -27,14 +27,14 @@ import pytest
 from redis.asyncio import Redis
 
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, tenants_pb2, tenants_pb2_grpc
+from loraplex.cli.audit_chain import read, verify
+from loraplex.cli.development_ca import DevelopmentCa, write_private
 from loraplex.cli.models import registered
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.broker.job_keys import new_job_key
 from loraplex.runtime.rpc.children.process import Process
 from loraplex.runtime.tenancy.api_keys import new_api_key
-from loraplex.runtime.tenancy.audit_log import read, verify
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 from loraplex_client import AsyncClient, AsyncStoreClient, InternalError, Tls, UnauthenticatedError, UnavailableError
 from loraplex_client.errors import InvalidRequestError
 from tests.e2e.test_telemetry import collector

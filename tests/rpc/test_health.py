@@ -10,11 +10,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.runtime.rpc.probe import main
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.telemetry.metrics import Meters, serve_metrics
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import open_guard
 from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 

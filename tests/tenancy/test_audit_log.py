@@ -11,18 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.cli.audit_chain import Verified, lines_of, read, verify
 from loraplex.runtime.telemetry.metrics import Meters
-from loraplex.runtime.tenancy.audit_log import (
-    BEGINNING,
-    AuditCounts,
-    AuditFileError,
-    AuditLog,
-    ChainHead,
-    Verified,
-    lines_of,
-    read,
-    verify,
-)
+from loraplex.runtime.tenancy.audit_log import BEGINNING, AuditCounts, AuditFileError, AuditLog, ChainHead
 
 
 def audit_log(path: Path, **options: int) -> AuditLog:

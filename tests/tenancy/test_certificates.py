@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtensionOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loraplex.cli.development_ca import DevelopmentCa, write_private
 from loraplex.runtime.files import is_private
 from loraplex.runtime.rpc.principal import Role, Unauthenticated
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import LiveChannel, TlsFiles, tls_of
 from loraplex.runtime.tenancy.certificates import CertificateReader, principal_of
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 
 HOSTS = ["127.0.0.1"]
 

@@ -40,7 +40,7 @@ def verify(
 
     [bold]loraplex audit verify router.jsonl* store.jsonl*[/]
     """
-    from loraplex.runtime.tenancy.audit_log import read, verify
+    from loraplex.cli.audit_chain import read, verify
 
     head, altered = _head(known), list[str]()
     logs = _logs(files)
@@ -112,7 +112,7 @@ def _earliest(text: str) -> str:
 
 
 def _records(files: list[Path], tenant: str, earliest: str) -> Iterator[Mapping[str, Any]]:
-    from loraplex.runtime.tenancy.audit_log import read
+    from loraplex.cli.audit_chain import read
 
     for line in read(files):
         values = line.values

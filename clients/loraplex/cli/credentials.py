@@ -27,8 +27,8 @@ from loraplex.cli.terminal import (
 
 if TYPE_CHECKING:
     from loraplex.admin.v1 import keys_pb2
+    from loraplex.cli.development_ca import DevelopmentCa
     from loraplex.contracts.broker.acl import Passwords
-    from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 
 keys = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys. For operators.")
 
@@ -198,8 +198,8 @@ def make_credentials(
 
     Raises CommandError.
     """
+    from loraplex.cli.development_ca import DevelopmentCa, write_private
     from loraplex.contracts.broker.job_keys import new_job_key
-    from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 
     for name in tenants:
         _check_subject("tenant", name, "--tenant")
@@ -281,7 +281,7 @@ def renew(
 
 
 def _authority(directory: Path) -> DevelopmentCa:
-    from loraplex.runtime.tenancy.development_ca import DevelopmentCa
+    from loraplex.cli.development_ca import DevelopmentCa
 
     try:
         return DevelopmentCa.read(directory)

@@ -11,12 +11,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from loraplex.cli.development_ca import DevelopmentCa, write_private
 from loraplex.gateway.app import serving
 from loraplex.gateway.endpoint import GatewayMetrics
 from loraplex.gateway.http_server import OwnCertificate
 from loraplex.gateway.settings import GatewaySettings
 from loraplex.runtime.rpc.settings import SettingsError
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 
 ASKED = b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

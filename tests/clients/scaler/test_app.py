@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.operator.scaler.app import STALE_S, WATCHES, Scaler, ScalerMetrics, new_server
 from loraplex.operator.scaler.settings import ScalerSettings
 from loraplex.runtime.rpc.errors import InvalidField
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.scaler.v1 import externalscaler_pb2 as pb
 from loraplex.scaler.v1.externalscaler_pb2_grpc import ExternalScalerStub
 

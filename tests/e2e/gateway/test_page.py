@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from bench.devtools import Page, browser_page
 from bench.screenshots import NoBrowserError, find_browser
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.gateway.app import serving
@@ -24,7 +25,6 @@ from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import Guard
 from loraplex.runtime.tenancy.permissions import Port
 from loraplex_client import AsyncStoreClient

@@ -16,6 +16,7 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.terms import Placement
@@ -28,7 +29,6 @@ from loraplex.router.dispatch.relay import RelayService, check_advertised
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.principal import Principal, Role
 from loraplex.runtime.rpc.tls import TlsFiles
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.signatures import Signature, SignatureError, Signer, Verifier, welcome_parts
 from loraplex.worker.engine_api import Output
 from loraplex.worker.io.credentials import LinkCredentials

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import grpc
 
+from loraplex.cli.development_ca import DevelopmentCa, write_private
 from loraplex.contracts.broker.job_keys import new_job_key
 from loraplex.runtime.rpc.children.process import Process
 from loraplex.runtime.tenancy.api_keys import new_api_key
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa, write_private
 from loraplex.runtime.tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
 from tests.trials.authz.cases import SERVERS
 from tests.trials.authz.credentials import AUDIENCE, ISSUER, Credentials, Issuer, make_certificates, make_keys

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from google.protobuf.duration_pb2 import Duration
 
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.runtime.rpc.principal import TENANT_ROLES, Role
 from loraplex.runtime.tenancy.api_keys import KEY_ROLES, new_api_key
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 
 TENANT, OTHER = "acme", "globex"
 ISSUER, AUDIENCE = "https://issuer.example", "loraplex"

@@ -17,6 +17,7 @@ from typing import Any
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
+from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.gateway.app import serving
 from loraplex.gateway.endpoint import GatewayMetrics
 from loraplex.gateway.settings import GatewaySettings
@@ -24,7 +25,6 @@ from loraplex.runtime.rpc.principal import Role, caller
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from loraplex.runtime.tenancy.development_ca import DevelopmentCa
 from loraplex.runtime.tenancy.guard import Guard
 from loraplex.runtime.tenancy.permissions import Port
 from tests.edge_proxy import edge_proxy, listening
