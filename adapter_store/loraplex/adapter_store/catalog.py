@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Protocol
 
+import msgspec
+
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.deleted import DeletedRevisions
 from loraplex.adapter_store.grants import LIVE_GRANT, end_grants
@@ -357,7 +359,7 @@ def _insert_revision(rows: Rows, adapter_id: int, new: NewRevision, now: int) ->
 
     def note_origin() -> None:
         if origin is not None:  # of bytes that came twice the first origin stays
-            values = (adapter_id, revision.name.digest, replace(origin, fetch_ns=now).to_json())
+            values = (adapter_id, revision.name.digest, msgspec.json.encode(replace(origin, fetch_ns=now)).decode())
             rows.execute("INSERT INTO provenance VALUES (?, ?, ?) ON CONFLICT DO NOTHING", values)
 
     expire_ns = None if new.ttl_s is None else now + round(new.ttl_s * 1e9)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
+
+import msgspec
 
 from loraplex.adapter_store.convert import check_key_id, list_page, refusals
 from loraplex.adapter_store.database import Database
@@ -131,7 +132,7 @@ class StoredPlans:
 
     def set(self, name: str, plan: Plan | None, etag: str) -> NamedPlan:
         """Replace a plan or make it; None deletes it. Raises Aborted on a stale etag, NotFound for one to delete."""
-        values = None if plan is None else json.dumps({k: v for k, v in asdict(plan).items() if v is not None})
+        values = None if plan is None else msgspec.json.encode(plan).decode()
         with self._database.lock:
             with self._database.transaction() as rows:
                 # Another store may just have changed it.
@@ -154,11 +155,9 @@ class StoredPlans:
 
 
 def _to_plan(row: Row) -> NamedPlan:
-    if row["plan"] is None:
-        return NamedPlan(row["name"], None, row["change"])
     # A store of a later version may have written fields that this one does not know.
-    values = {field: value for field, value in json.loads(row["plan"]).items() if field in FIELDS}
-    return NamedPlan(row["name"], Plan(**values), row["change"])
+    plan = None if row["plan"] is None else msgspec.json.decode(row["plan"], type=Plan)
+    return NamedPlan(row["name"], plan, row["change"])
 
 
 class PlanService(plans_pb2_grpc.PlanServiceServicer):

@@ -293,7 +293,7 @@ class _Validator:
             return await asyncio.to_thread(_check_any_bytes, upload, weights_digest, base)
         request = {
             "directory": str(upload.path.absolute()),
-            "base": _fields(base),
+            "base": dataclasses.replace(base, files={}),
             "weights": weights_digest,
             "bytes": upload.sizes[WEIGHTS_FILE],
         }
@@ -319,11 +319,6 @@ class _Validator:
 def _check_any_bytes(upload: Upload, weights_digest: str, base: BaseModel) -> tuple[Validated, str]:
     config = (upload.path / CONFIG_FILE).read_bytes()
     return validate_adapter(upload.path, base), revision_digest(config, weights_digest)
-
-
-def _fields(base: BaseModel) -> Mapping[str, Any]:
-    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    return fields | {"files": {}, "modules": [dataclasses.astuple(module) for module in base.modules]}
 
 
 @asynccontextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
+
+import msgspec
 
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.fitness import Figures, FitnessLimits
@@ -110,16 +112,6 @@ class Provenance:
     pin: str
     files: tuple[SourceFile, ...]
     fetch_ns: int = 0
-
-    def to_json(self) -> str:
-        """Return the catalog's form."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Provenance:
-        """Read the catalog's form."""
-        values = json.loads(text)
-        return cls(**{**values, "files": tuple(SourceFile(**file) for file in values["files"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +276,7 @@ def certificates_of(rows: Rows, revision: Row) -> tuple[FitnessCertificate, ...]
 
 def to_revision(row: Row, certificates: tuple[FitnessCertificate, ...] = ()) -> Revision:
     """Return the revision of a row, with its certificates."""
+    more = dict(row)  # deleted revisions have neither origin nor end
     return Revision(
         name=RevisionName(row["tenant"], row["adapter"], row["digest"]),
         base_model=row["base_model"],
@@ -294,7 +287,6 @@ def to_revision(row: Row, certificates: tuple[FitnessCertificate, ...] = ()) -> 
         create_ns=row["create_ns"],
         order=row["number"],
         certificates=certificates,
-        # Deleted revisions have none.
-        provenance=Provenance.from_json(row["origin"]) if "origin" in row.keys() and row["origin"] else None,  # noqa: SIM118
-        expire_ns=dict(row).get("expire_ns"),  # deleted revisions have none
+        provenance=msgspec.json.decode(origin, type=Provenance) if (origin := more.get("origin")) else None,
+        expire_ns=more.get("expire_ns"),
     )

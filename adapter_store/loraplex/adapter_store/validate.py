@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
 from loraplex.contracts.artifacts.adapter_files import AdapterFiles, read_adapter_files
 from loraplex.contracts.artifacts.added_tokens import check_new_tokens
-from loraplex.contracts.artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
+from loraplex.contracts.artifacts.base_model import HASH_ARCHITECTURE, BaseModel
 from loraplex.contracts.artifacts.checkpoint import TensorInfo
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
 from loraplex.contracts.artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE, revision_digest, tensor_names
@@ -125,10 +127,8 @@ def _check_finite(path: Path, header: Mapping[str, TensorInfo]) -> set[str]:
 def _answer(request: Mapping[str, Any]) -> Json:
     """Return rank, digest and what changes of the configuration; or what is to blame and why."""
     directory = Path(request["directory"])
-    base = request["base"]
-    base["modules"] = tuple(ModuleShape(*module) for module in base["modules"])
     try:
-        valid = validate_adapter(directory, BaseModel(**base))
+        valid = validate_adapter(directory, msgspec.convert(request["base"], BaseModel))
     except MemoryError:
         return {"subject": "adapter", "error": "its files need too much memory to read", LAST: True}
     except RecursionError:
