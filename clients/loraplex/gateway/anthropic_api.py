@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Required
+from typing import Any, Literal, Required
 
-from pydantic import ConfigDict, Discriminator, Tag, with_config
+from pydantic import ConfigDict, with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
@@ -52,19 +52,6 @@ class Foreign(TypedDict):
 _ERROR = "Error: "
 # Reasoning that Anthropic alone can read.
 _REDACTED = "redacted_thinking"
-_BLOCKS = {"text": "Text", "tool_use": "Use", "tool_result": "Result", "thinking": "Thinking"}
-
-
-def _kind(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return _BLOCKS.get(kind, "Other") if isinstance(kind, str) else "Text"
-
-
-def _text_kind(block: Any) -> str:
-    return "Other" if _kind(block) != "Text" else "Text"
-
-
-TextOrOther = Annotated[Annotated[TextBlock, Tag("Text")] | Annotated[Foreign, Tag("Other")], Discriminator(_text_kind)]
 
 
 class ToolResult(TypedDict, total=False):
@@ -73,17 +60,10 @@ class ToolResult(TypedDict, total=False):
     type: Required[Literal["tool_result"]]
     tool_use_id: str
     is_error: Any
-    content: str | list[TextOrOther]
+    content: str | list[TextBlock | Foreign]
 
 
-Block = Annotated[
-    Annotated[TextBlock, Tag("Text")]
-    | Annotated[ToolUse, Tag("Use")]
-    | Annotated[ToolResult, Tag("Result")]
-    | Annotated[Thinking, Tag("Thinking")]
-    | Annotated[Foreign, Tag("Other")],
-    Discriminator(_kind),
-]
+Block = TextBlock | ToolUse | ToolResult | Thinking | Foreign
 
 
 class AnthropicMessage(TypedDict):
@@ -237,15 +217,6 @@ class CustomTool(TypedDict, total=False):
     input_examples: list[dict[str, Any]]
 
 
-def _tool_kind(tool: Any) -> str:
-    """Return the name of a tool's branch in the union."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return "Hosted" if isinstance(kind, str) and kind not in ("", _CUSTOM) else "Custom"
-
-
-Tool = Annotated[Annotated[CustomTool, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")], Discriminator(_tool_kind)]
-
-
 class ToolChoice(TypedDict, total=False):
     """The choice to call tools, or not."""
 
@@ -287,8 +258,8 @@ class CountRequest(TypedDict, total=False):
 
     model: Required[str]
     messages: Required[list[AnthropicMessage]]
-    system: str | list[TextOrOther]
-    tools: list[Tool]
+    system: str | list[TextBlock | Foreign]
+    tools: list[CustomTool | HostedTool]
     tool_choice: ToolChoice | NamedTool
     output_config: OutputConfig
     speed: Literal["standard", "fast"] | None

@@ -144,7 +144,8 @@ class _Strict:
     unknown fields     refused, at every level, unless they ask for nothing: null or empty
     optional fields    unset where they are null
     iterables          read as lists, whose first bad item is the only one that is told
-    unions of objects  told apart by their `role` or `type` alone, instead of by trying each; one kind may leave it out
+    unions of objects  told apart by their `role` or `type` alone, instead of by trying each; one kind may leave it out,
+                       and one that takes any further fields is of all other values, so that an error can name them
     objects            of at most so many fields, since each field that is unknown is an error
     """
 
@@ -189,8 +190,10 @@ class _Strict:
     def _tagged(self, union: Mapping[str, Any]) -> Any:
         """Return a union whose objects are told apart by a tag; None where they are not, or there is but one."""
         choices = [choice for choice in _choices(union) if not self._is_model(choice)]
-        objects = [choice for choice in choices if self._resolved(choice)["type"] == "typed-dict"]
-        others = [choice for choice in choices if choice not in objects]
+        kinds = [choice for choice in choices if self._resolved(choice)["type"] == "typed-dict"]
+        others = [choice for choice in choices if choice not in kinds]
+        rest = [choice for choice in kinds if _takes_any(self._resolved(choice))]
+        objects = [choice for choice in kinds if choice not in rest]
         for tag in _TAGS:
             values = [self._values(choice, tag) for choice in objects]
             untagged = [
@@ -198,15 +201,16 @@ class _Strict:
                 for choice, of_choice in zip(objects, values, strict=True)
                 if of_choice and not self._requires(choice, tag)
             ]
-            if len(objects) > 1 and all(values) and len(untagged) <= 1:
+            if len(kinds) > 1 and len(rest) <= 1 and all(values) and len(untagged) <= 1:
                 named = {
                     _branch(value): self.node(choice)
                     for choice, of_choice in zip(objects, values, strict=True)
                     for value in of_choice
                 }
+                more = {_REST: self.node(rest[0])} if rest else {}
                 tagged = core_schema.tagged_union_schema(
-                    named,
-                    _reader(tag, *untagged),
+                    named | more,
+                    _reader(tag, untagged, named if rest else None),
                     custom_error_type=UNKNOWN_KIND,
                     custom_error_message="{field}: is not one of {kinds}",
                     custom_error_context={"field": tag, "kinds": ", ".join(value for of in values for value in of)},
@@ -225,10 +229,9 @@ class _Strict:
 
     def _values(self, choice: Any, tag: str) -> Sequence[str]:
         """Return the values of the tag of a kind of objects; empty where it may have any, or has no such field."""
-        field = self._resolved(choice)["fields"].get(tag)
-        if field is None or field["schema"]["type"] != "literal":
-            return ()
-        values: Sequence[str] = field["schema"]["expected"]
+        schema = self._resolved(choice)["fields"].get(tag, {}).get("schema", {})
+        schema = schema.get("schema", schema)  # of one that may be null
+        values: Sequence[str] = schema["expected"] if schema.get("type") == "literal" else ()
         return values
 
     def _requires(self, choice: Any, tag: str) -> bool:
@@ -245,17 +248,29 @@ def _takes_any(strict: Mapping[str, Any]) -> bool:
     return bool(own == "allow")
 
 
+# Name of the branch of objects whose tag has another value.
+_REST = "Rest"
+
+
 def _branch(value: str) -> str:
     """Return the name of a union's branch, which cannot be that of a field."""
     return f"Kind {value}"
 
 
-def _reader(tag: str, default: str | None = None) -> Callable[[Any], str | None]:
-    """Return a function that names the branch of an object; `default` is the tag of one without any."""
+def _reader(tag: str, untagged: Sequence[str], known: Collection[str] | None) -> Callable[[Any], str | None]:
+    """Return a function that names the branch of an object: by its tag or, of one without any, the untagged one.
+
+    With the `known` branches it is _REST of all others.
+    """
 
     def read(value: Any) -> str | None:
-        kind = value.get(tag, default) if isinstance(value, dict) else None
-        return _branch(kind) if isinstance(kind, str) else None
+        kind = value.get(tag) if isinstance(value, dict) else None
+        if kind is None and isinstance(value, dict):
+            kind = next(iter(untagged), None)
+        if not isinstance(kind, str):
+            return None
+        branch = _branch(kind)
+        return branch if known is None or branch in known else _REST
 
     return read
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Required
+from typing import Any, Literal, Required
 
-from pydantic import ConfigDict, Discriminator, Tag, with_config
+from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
 from loraplex.gateway.errors import HttpError, not_served
@@ -32,18 +32,8 @@ class Other(TypedDict):
     type: str
 
 
-_PARTS = {"input_text": "Text", "output_text": "Text", "text": "Text", "refusal": "Refusal"}
-
-
-def _part_kind(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    return _PARTS.get(kind, "Other") if isinstance(kind, str) else "Text"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")] | Annotated[Other, Tag("Other")],
-    Discriminator(_part_kind),
-]
+Part = TextPart | RefusalPart | Other
+_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 def text_of(at: str, content: str | Sequence[Mapping[str, Any]]) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Required
+from typing import Any, Literal, Required
 
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
-from pydantic import Discriminator, Tag
 from typing_extensions import TypedDict
 
 from loraplex.gateway.bodies import Body
@@ -21,19 +20,11 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 
-class InputMessage(TypedDict, total=False):
-    """A message to the model."""
+class MessageItem(TypedDict, total=False):
+    """A message to the model, or one of the model's, as an answer has it or in short."""
 
     type: Literal["message"]
-    role: Required[Literal["user", "system", "developer"]]
-    content: Required[str | list[Part]]
-
-
-class AnsweredMessage(TypedDict, total=False):
-    """A message of the model's, as an answer has it or in short."""
-
-    type: Literal["message"]
-    role: Required[Literal["assistant"]]
+    role: Required[Literal["user", "system", "developer", "assistant"]]
     content: Required[str | list[Part]]
 
 
@@ -61,25 +52,7 @@ class Reasoning(TypedDict, total=False):
     content: list[Mapping[str, Any]]
 
 
-_ITEMS = {"function_call": "Call", "function_call_output": "Result", "reasoning": "Reasoning"}
-
-
-def _item_kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    if kind == "message":
-        return "Answered" if isinstance(item, dict) and item.get("role") == "assistant" else "Message"
-    return _ITEMS.get(kind, "Other") if isinstance(kind, str) else "Message"
-
-
-Item = Annotated[
-    Annotated[InputMessage, Tag("Message")]
-    | Annotated[AnsweredMessage, Tag("Answered")]
-    | Annotated[FunctionCall, Tag("Call")]
-    | Annotated[FunctionResult, Tag("Result")]
-    | Annotated[Reasoning, Tag("Reasoning")]
-    | Annotated[Other, Tag("Other")],
-    Discriminator(_item_kind),
-]
+Item = MessageItem | FunctionCall | FunctionResult | Reasoning | Other
 
 
 class FunctionTool(TypedDict, total=False):
@@ -101,18 +74,8 @@ class Namespace(TypedDict, total=False):
     tools: Required[list[FunctionTool]]
 
 
-_TOOLS = {"function": "Function", "namespace": "Namespace"}
-
-
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return _TOOLS.get(kind, "Other") if isinstance(kind, str) else "Function"
-
-
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("Function")] | Annotated[Namespace, Tag("Namespace")] | Annotated[Other, Tag("Other")],
-    Discriminator(_tool_kind),
-]
+Tool = FunctionTool | Namespace | Other
+_TOOLS = ("function", "namespace")
 
 
 class ResponseRequest(ResponseCreateParamsBase, Extensions, total=False):
@@ -127,7 +90,7 @@ class ResponseRequest(ResponseCreateParamsBase, Extensions, total=False):
     client_metadata: Any
 
 
-RESPONSE = Body(ResponseRequest, [*LENIENT, InputMessage, AnsweredMessage, FunctionCall, FunctionResult, Reasoning])
+RESPONSE = Body(ResponseRequest, [*LENIENT, MessageItem, FunctionCall, FunctionResult, Reasoning])
 
 # Fields that are refused, unless their value asks for nothing.
 _NOT_SERVED = (
