@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -104,49 +105,42 @@ async def unknown_path(call: HttpCall) -> None:
     raise HttpError(404, "unknown_path", f"{call.exchange.method} {path}: no such path{hint}")
 
 
-# Paths with their protocol, and the handler of each HTTP method.
-PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
-    "/v1/chat/completions": (OPENAI, {"POST": chat_completions}),
-    "/v1/completions": (OPENAI, {"POST": completions}),
-    "/v1/responses": (RESPONSES, {"POST": responses}),
-    "/v1/embeddings": (OPENAI, {"POST": embeddings}),
-    "/v1/models": (OPENAI, {"GET": list_models}),
-    "/v1/models/{model:path}": (OPENAI, {"GET": get_model}),
-    "/v1/adapters": (ADAPTERS, {"GET": list_adapters}),
-    "/v1/adapters/{adapter}/releases": (ADAPTERS, {"GET": list_releases}),
-    "/v1/adapters/{adapter}/releases/{number}": (ADAPTERS, {"GET": get_release, "POST": change_release}),
-    "/v1/adapters/{adapter:path}": (ADAPTERS, {"GET": get_adapter, "PUT": put_adapter, "DELETE": delete_adapter}),
-    "/v1/messages": (ANTHROPIC, {"POST": messages}),
-    "/v1/messages/count_tokens": (ANTHROPIC, {"POST": count_tokens}),
-    "/generate": (TGI, {"POST": generate}),
-    "/generate_stream": (TGI, {"POST": generate_stream}),
-    "/": (TGI, {"GET": page, "POST": generate_either}),
-    "/info": (TGI, {"GET": info}),
-    "/tokenize": (TGI, {"POST": tokenize}),
-    "/detokenize": (TGI, {"POST": detokenize}),
-    "/tokenizer_info": (TGI, {"GET": tokenizer_info}),
-    "/health": (OPENAI, {"GET": health}),
-    "/ping": (OPENAI, {"GET": ping, "POST": ping}),
-    "/openapi.json": (OPENAI, {"GET": show_description}),
-    "/version": (OPENAI, {"GET": show_version}),
-    "/cluster": (OPENAI, {"GET": page}),
-    "/cluster/state": (OPENAI, {"GET": cluster_state}),
-    "/cluster/{file}": (OPENAI, {"GET": page_file}),
-}
-# The bodies of paths that take one.
-_BODIES: Mapping[str, Body] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/v1/responses": RESPONSE,
-    "/v1/embeddings": EMBEDDING,
-    "/v1/adapters/{adapter}/releases/{number}": CHANGE,
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": COUNT,
-    "/generate": GENERATE,
-    "/generate_stream": GENERATE,
-    "/": GENERATE,
-    "/tokenize": TOKENIZE,
-    "/detokenize": DETOKENIZE,
+@dataclass(frozen=True)
+class Served:
+    """A path: its protocol, the handler of each HTTP method, and the body of its POST where that takes one."""
+
+    protocol: Protocol
+    handlers: Mapping[str, Handler]
+    body: Body | None = None
+
+
+PATHS = {
+    "/v1/chat/completions": Served(OPENAI, {"POST": chat_completions}, CHAT),
+    "/v1/completions": Served(OPENAI, {"POST": completions}, COMPLETION),
+    "/v1/responses": Served(RESPONSES, {"POST": responses}, RESPONSE),
+    "/v1/embeddings": Served(OPENAI, {"POST": embeddings}, EMBEDDING),
+    "/v1/models": Served(OPENAI, {"GET": list_models}),
+    "/v1/models/{model:path}": Served(OPENAI, {"GET": get_model}),
+    "/v1/adapters": Served(ADAPTERS, {"GET": list_adapters}),
+    "/v1/adapters/{adapter}/releases": Served(ADAPTERS, {"GET": list_releases}),
+    "/v1/adapters/{adapter}/releases/{number}": Served(ADAPTERS, {"GET": get_release, "POST": change_release}, CHANGE),
+    "/v1/adapters/{adapter:path}": Served(ADAPTERS, {"GET": get_adapter, "PUT": put_adapter, "DELETE": delete_adapter}),
+    "/v1/messages": Served(ANTHROPIC, {"POST": messages}, MESSAGES),
+    "/v1/messages/count_tokens": Served(ANTHROPIC, {"POST": count_tokens}, COUNT),
+    "/generate": Served(TGI, {"POST": generate}, GENERATE),
+    "/generate_stream": Served(TGI, {"POST": generate_stream}, GENERATE),
+    "/": Served(TGI, {"GET": page, "POST": generate_either}, GENERATE),
+    "/info": Served(TGI, {"GET": info}),
+    "/tokenize": Served(TGI, {"POST": tokenize}, TOKENIZE),
+    "/detokenize": Served(TGI, {"POST": detokenize}, DETOKENIZE),
+    "/tokenizer_info": Served(TGI, {"GET": tokenizer_info}),
+    "/health": Served(OPENAI, {"GET": health}),
+    "/ping": Served(OPENAI, {"GET": ping, "POST": ping}),
+    "/openapi.json": Served(OPENAI, {"GET": show_description}),
+    "/version": Served(OPENAI, {"GET": show_version}),
+    "/cluster": Served(OPENAI, {"GET": page}),
+    "/cluster/state": Served(OPENAI, {"GET": cluster_state}),
+    "/cluster/{file}": Served(OPENAI, {"GET": page_file}),
 }
 
 
@@ -155,13 +149,13 @@ def description() -> Mapping[str, Any]:
     """Return the paths and the bodies that they take in the words of OpenAPI."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
-    for path, (_, handlers) in PATHS.items():
+    for path, served in PATHS.items():
         name = re.sub(r"\{(\w+):path\}", r"{\1}", path)
         parameters = [
             {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
             for parameter in re.findall(r"\{(\w+)\}", name)
         ]
-        for method, handler in handlers.items():
+        for method, handler in served.handlers.items():
             operation = paths.setdefault(name, {})[method.lower()] = {
                 "summary": (handler.__doc__ or "").partition(".")[0],
                 "parameters": parameters,
@@ -170,7 +164,7 @@ def description() -> Mapping[str, Any]:
             if handler is put_adapter:
                 operation["parameters"] = [*parameters, *UPLOAD["parameters"]]
                 operation["requestBody"] = UPLOAD["requestBody"]
-            if method == "POST" and (body := _BODIES.get(path)) is not None:
+            if method == "POST" and (body := served.body) is not None:
                 kind = body.kind.__name__
                 own = TypeAdapter(body.kind).json_schema(ref_template=f"#/components/schemas/{kind}.{{model}}")
                 schemas |= {f"{kind}.{part}": schema for part, schema in own.pop("$defs", {}).items()} | {kind: own}
@@ -192,8 +186,8 @@ def application(gateway: Gateway, requests_limit: int) -> Router:
     """Return the ASGI application."""
     running = OpenRequests(requests_limit)
     routes: Sequence[BaseRoute] = [
-        Route(path, HttpEndpoint(path, protocol, handlers, gateway, running))
-        for path, (protocol, handlers) in PATHS.items()
+        Route(path, HttpEndpoint(path, served.protocol, served.handlers, gateway, running))
+        for path, served in PATHS.items()
     ]
     other = HttpEndpoint("other", OPENAI, dict.fromkeys(_METHODS, unknown_path), gateway, running)
     return Router(routes, default=other, redirect_slashes=False)

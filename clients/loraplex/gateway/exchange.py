@@ -64,7 +64,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._body_read = asyncio.Event()
-        self._ended = False
+        # Whether the whole answer was sent.
+        self.ended = False
         # Names that this request gives to the cluster's fields, as expressions; see errors.renamed.
         self.names: Mapping[str, str] = {}
         # Paths of what the answer need not keep to.
@@ -167,11 +168,6 @@ class Exchange:
         """Send the last events."""
         await self._body(events)
 
-    @property
-    def ended(self) -> bool:
-        """Return whether the whole answer was sent."""
-        return self._ended
-
     async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         self.status = status
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
@@ -192,7 +188,7 @@ class Exchange:
             self._commenting.cancel()
 
     async def _body(self, body: bytes) -> None:
-        self._ended = True
+        self.ended = True
         self.close()
         body = b"" if self.method == "HEAD" else body
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

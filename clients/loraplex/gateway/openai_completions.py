@@ -349,7 +349,8 @@ async def completions(call: HttpCall) -> None:
             count = partial(_prompt_tokens, call, prompts, {**named, **options})
             await _CompletionChunks(call, head, texts, options.get("n", 1), usage, count).send(streams)
         else:
-            wholes = [call.finished(whole) for whole in await _results(streams)]
+            # The first that fails raises, and leaving the stack cancels the others.
+            wholes = [call.finished(one) for one in await asyncio.gather(*(stream.result() for stream in streams))]
             ids = await _prompt_ids(call, prompts, named, options)
             echoes = texts is not None and options.get("echo")
             choices = [
@@ -383,11 +384,6 @@ def _prompts(value: Any) -> list[dict[str, Any]]:
     if not 1 <= len(value) <= _PROMPTS:
         raise invalid("prompt", f"{len(value)} prompts; 1 to {_PROMPTS} of them")
     return [{"prompt": one} if isinstance(one, str) else {"token_ids": one} for one in value]
-
-
-async def _results(streams: Sequence[AsyncGenerationStream]) -> list[Generation]:
-    """Return all answers. Raises the error of the first that fails, whose others the caller cancels."""
-    return list(await asyncio.gather(*(stream.result() for stream in streams)))
 
 
 async def _prompt_ids(

@@ -16,15 +16,14 @@ from loraplex_client import LoraplexError
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import AsyncConnection
 
-# Packages and content types of the files.
+# Content types of the files.
 _FILES = {
-    "page.html": ("loraplex.gateway.page", "text/html; charset=utf-8"),
-    "icon.svg": ("loraplex.gateway.page", "image/svg+xml"),
-    "page.css": ("loraplex.gateway.page", "text/css; charset=utf-8"),
-    "colours.css": ("loraplex.gateway.page", "text/css; charset=utf-8"),
+    "page.html": "text/html; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+    **dict.fromkeys(("page.css", "colours.css"), "text/css; charset=utf-8"),
     **dict.fromkeys(
         ("access.js", "cluster.js", "elements.js", "names.js", "playground.js", "rates.js", "releases.js", "tables.js"),
-        ("loraplex.gateway.page", "text/javascript; charset=utf-8"),
+        "text/javascript; charset=utf-8",
     ),
 }
 # Scripts and styles come from these files alone, and the page talks to the gateway that served it alone.
@@ -58,14 +57,12 @@ async def page_file(call: HttpCall) -> None:
 async def _answer(call: HttpCall, name: str) -> None:
     if name not in _FILES:
         raise HttpError(404, "unknown_path", f"{call.exchange.path[:200]}: no such path")
-    _, kind = _FILES[name]
-    await call.exchange.answer(_content(name), headers=_FILE_HEADERS, kind=kind)
+    await call.exchange.answer(_content(name), headers=_FILE_HEADERS, kind=_FILES[name])
 
 
 @cache
 def _content(name: str) -> bytes:
-    package, _ = _FILES[name]
-    return (resources.files(package) / name).read_bytes()
+    return (resources.files("loraplex.gateway.page") / name).read_bytes()
 
 
 async def cluster_state(call: HttpCall) -> None:
