@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -255,8 +255,6 @@ _NAMES = {
 # Largest number of adapters in the table; report.json has all.
 MAX_ADAPTERS = 50
 
-Row = tuple[str, ...]
-
 
 def whole_report(plan: LoadPlan, router: str, command: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Build the report of all runs."""
@@ -374,76 +372,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"count": _count, "percent": percent, "rate": _rate, "with_own_ids": with_own_ids}
-    environment.globals |= {
-        "columns": _COLUMNS,
-        "max_adapters": MAX_ADAPTERS,
-        "adapter_rows": _adapter_rows,
-        "cost_rows": _cost_rows,
-        "status_rows": _status_rows,
-        "sweep_rows": _sweep_rows,
-        "tenant_rows": _tenant_rows,
-        "time_rows": _time_rows,
-    }
+    environment.filters |= {"count": _count, "milliseconds": milliseconds, "percent": percent, "rate": _rate}
+    environment.filters["with_own_ids"] = with_own_ids
+    environment.globals |= {"columns": _COLUMNS, "max_adapters": MAX_ADAPTERS, "names": _NAMES}
     return environment.get_template("page.html.j2")
-
-
-def _percentiles(times: Mapping[str, Mapping[str, float | None]], *metrics: str) -> Row:
-    return tuple(milliseconds(times[metric][percentile]) for metric in metrics for percentile in ("p50", "p99"))
-
-
-def _spread(spread: Mapping[str, float | None]) -> Row:
-    return tuple(milliseconds(spread[column]) for column in _COLUMNS)
-
-
-def _time_rows(times: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
-    for name, spread in times.items():
-        yield (_NAMES[name], f"{spread['count']:,}", *_spread(spread))
-
-
-def _sweep_rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    for run in runs:
-        figures = run["figures"]
-        yield (
-            run["label"],
-            f"{figures['requests']:,}",
-            f"{figures['errors']:,}",
-            f"{figures['requests_per_s']:,.1f}",
-            f"{figures['tokens_per_s']:,.0f}",
-            *_percentiles(run["times"], "ttft", "tpot", "latency"),
-        )
-
-
-def _tenant_rows(tenants: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    for tenant in tenants:
-        yield (
-            tenant["tenant"],
-            f"{tenant['figures']['requests']:,}",
-            percent(tenant["request_share"]),
-            percent(tenant["token_share"]),
-            f"{tenant['figures']['errors']:,}",
-            f"{tenant['figures']['goodput_per_s']:,.2f}",
-            *_percentiles(tenant["times"], "ttft", "itl", "latency"),
-        )
-
-
-def _adapter_rows(adapters: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    for adapter in adapters:
-        yield (
-            adapter["adapter"] or "base model",
-            adapter["tenant"] or "-",
-            f"{adapter['requests']:,}",
-            f"{adapter['errors']:,}",
-            f"{adapter['cold']:,}",
-            *_percentiles(adapter, "ttft", "itl", "latency"),
-        )
-
-
-def _status_rows(statuses: Mapping[str, int]) -> Iterator[Row]:
-    for status, count in statuses.items():
-        yield status, f"{count:,}"
-
-
-def _cost_rows(cost: Mapping[str, Any]) -> Iterator[Row]:
-    for name, key in (("sent late by", "send_delay"), ("read late by", "read_delay")):
-        yield (name, *_spread(cost[key]))
