@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Repeated = list[str] | None
+# Flags that a load-test file has as keys of the same name.
+_KEYS = ("requests", "task", "texts", "prompt_tokens", "answer_tokens", "seed", "processes")
 
 
 def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -125,6 +127,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
     [bold]loraplex loadtest --rate 20 --duration 30 --answer-tokens 128 --slo 'ttft<500ms'[/]
     """
+    values = locals()
     from loraplex.loadtest.conditions import parse_condition, parse_slo
     from loraplex_client.endpoint import DEFAULT_TENANT
 
@@ -139,18 +142,8 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
         for flag, value in {"--duration": duration, "--rate": rate}.items():
             if value is not None and not 0 < value < math.inf:
                 raise CommandError(f"{flag}: {value:g} must be a number greater than 0")
-        flags = {
-            "requests": requests,
-            "duration_s": duration,
-            "adapters": {"names": adapter} if adapter else None,
-            "task": task,
-            "texts": texts,
-            "prompt_tokens": prompt_tokens,
-            "answer_tokens": answer_tokens,
-            "slo": slo or None,
-            "seed": seed,
-            "processes": processes,
-        }
+        flags = {name: values[name] for name in _KEYS}
+        flags |= {"duration_s": duration, "slo": slo or None, "adapters": {"names": adapter} if adapter else None}
         for text in slo or ():
             _read("--slo", parse_slo, text)
         conditions = [_read("--fail-if", parse_condition, text) for text in fail_if or ()]

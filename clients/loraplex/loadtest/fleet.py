@@ -50,29 +50,6 @@ class LoadRun:
 Target: TypeAlias = "str | HttpTarget"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A process's part of a run: `part` is its number and the number of processes."""
-
-    plan: LoadPlan
-    target: Target
-    pool: Sequence[int]
-    part: tuple[int, int]
-
-    def parts(self) -> tuple[Generator, Sender]:
-        workload = Workload(self.plan)
-        sender = self._sender(workload)
-        return Generator(self.plan, workload, sender, *self.part), sender
-
-    def _sender(self, workload: Workload) -> Sender:
-        if not isinstance(self.target, str):
-            from loraplex.loadtest.http_sender import HttpSender
-
-            return HttpSender(self.target, workload, self.pool, self.plan)
-        kind = GrpcSender if self.plan.task == "generate" else EncodeSender
-        return kind(self.target, workload, self.pool, self.plan)
-
-
 class Fleet:
     """`processes` generators that send to `target`. Prompts are made of the ids in `pool`."""
 
@@ -168,13 +145,24 @@ def _serve(pipe: Connection, target: Target, pool: Sequence[int], number: int, c
 
 
 async def _serve_runs(pipe: Connection, target: Target, pool: Sequence[int], part: tuple[int, int]) -> None:
+    """Run plans from the pipe; `part` is this process's number and the number of processes."""
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     # A thread, because add_reader would make the pipe non-blocking for sending too.
     threading.Thread(target=_read, args=(pipe, loop, inbox), daemon=True).start()
     while (message := await inbox.get()) is not None:
         if isinstance(message, LoadPlan):  # Anything else is a stop that arrived after the run.
-            await _run(pipe, inbox, _Part(message, target, pool, part))
+            workload = Workload(message)
+            sender = _sender(message, workload, target, pool)
+            await _run(pipe, inbox, Generator(message, workload, sender, *part), sender)
+
+
+def _sender(plan: LoadPlan, workload: Workload, target: Target, pool: Sequence[int]) -> Sender:
+    if not isinstance(target, str):
+        from loraplex.loadtest.http_sender import HttpSender
+
+        return HttpSender(target, workload, pool, plan)
+    return (GrpcSender if plan.task == "generate" else EncodeSender)(target, workload, pool, plan)
 
 
 def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Any]) -> None:
@@ -189,8 +177,7 @@ def _read(pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queu
             loop.call_soon_threadsafe(inbox.put_nowait, message)
 
 
-async def _run(pipe: Connection, inbox: asyncio.Queue[Any], make: _Part) -> None:
-    generator, sender = make.parts()
+async def _run(pipe: Connection, inbox: asyncio.Queue[Any], generator: Generator, sender: Sender) -> None:
     helpers: list[asyncio.Task[None]] = []
     try:
         await sender.connect()
