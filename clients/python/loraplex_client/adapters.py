@@ -304,7 +304,8 @@ def _piece_requests(
 ) -> Iterator[adapters_pb2.UploadRevisionRequest]:
     yield adapters_pb2.UploadRevisionRequest(header=header)
     for piece in pieces:
-        yield from _chunk_requests(*piece)
+        for chunk in _chunks(*piece):
+            yield adapters_pb2.UploadRevisionRequest(chunk=chunk)
 
 
 async def _async_piece_requests(
@@ -312,14 +313,13 @@ async def _async_piece_requests(
 ) -> AsyncIterator[adapters_pb2.UploadRevisionRequest]:
     yield adapters_pb2.UploadRevisionRequest(header=header)
     async for piece in pieces:
-        for request in _chunk_requests(*piece):
-            yield request
+        for chunk in _chunks(*piece):
+            yield adapters_pb2.UploadRevisionRequest(chunk=chunk)
 
 
-def _chunk_requests(name: str, data: bytes) -> Iterator[adapters_pb2.UploadRevisionRequest]:
+def _chunks(name: str, data: bytes) -> Iterator[adapters_pb2.FileChunk]:
     for start in range(0, max(len(data), 1), CHUNK_BYTES):  # An empty file needs a chunk too.
-        chunk = adapters_pb2.FileChunk(name=name, data=data[start : start + CHUNK_BYTES])
-        yield adapters_pb2.UploadRevisionRequest(chunk=chunk)
+        yield adapters_pb2.FileChunk(name=name, data=data[start : start + CHUNK_BYTES])
 
 
 def _pushed(response: adapters_pb2.UploadRevisionResponse | adapters_pb2.ImportedRevision) -> Pushed:
@@ -352,8 +352,7 @@ def _register_requests(
 ) -> Iterator[adapters_pb2.RegisterBaseModelRequest]:
     yield header
     for name, content in sorted(files.items()):
-        for start in range(0, max(len(content), 1), CHUNK_BYTES):  # An empty file needs a chunk too.
-            chunk = adapters_pb2.FileChunk(name=name, data=content[start : start + CHUNK_BYTES])
+        for chunk in _chunks(name, content):
             yield adapters_pb2.RegisterBaseModelRequest(chunk=chunk)
 
 

@@ -228,7 +228,7 @@ class Connection(Endpoint):
 
     def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> GenerationStream:
         """Start a generation."""
-        return GenerationStream(self, self._recovery(request, timeout_s))
+        return GenerationStream(self, Recovery(request, self._tries(timeout_s)))
 
     def close(self) -> None:
         """Cancel running calls and close the channels."""
@@ -289,7 +289,7 @@ class AsyncConnection(Endpoint):
 
     def stream(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> AsyncGenerationStream:
         """Start a generation."""
-        return AsyncGenerationStream(self, self._recovery(request, timeout_s))
+        return AsyncGenerationStream(self, Recovery(request, self._tries(timeout_s)))
 
     async def close(self) -> None:
         """Cancel running calls and close the channels."""

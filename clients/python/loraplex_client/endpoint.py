@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import grpc
-from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call
 from loraplex_client.errors import (
@@ -26,7 +25,7 @@ from loraplex_client.errors import (
     error_of,
     is_broken,
 )
-from loraplex_client.generation import Attempt, Recovery
+from loraplex_client.generation import Attempt
 from loraplex_client.retries import RESUME_ATTEMPTS, AddressRotation, RetryBudget, Tries, read_addresses
 
 # A key or token itself, or a function that returns the current one before each call.
@@ -288,9 +287,6 @@ class Endpoint:
         asks = _ASKS_FOR_ADMISSION if attempt.call.method in ("Generate", "Resume") else ()
         metadata = (*self._metadata, *self._credentials.metadata(), *trace_metadata(), *asks)
         return method(attempt.call.request, timeout=attempt.timeout_s, metadata=metadata)
-
-    def _recovery(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Recovery:
-        return Recovery(request, self._tries(timeout_s))
 
     def _tries(self, timeout_s: float | None = None) -> Tries:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

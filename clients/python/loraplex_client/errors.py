@@ -22,7 +22,6 @@ LoraplexError                     any of these; `reason` is empty where no Lorap
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -189,29 +188,17 @@ _CLASSES: dict[grpc.StatusCode, tuple[type[LoraplexError], tuple[str, ...]]] = {
 STATUSES = {cls: status.name for status, (cls, _) in _CLASSES.items()}
 
 
-@dataclass
-class _Details:
-    """The contents of a status's google.rpc messages."""
-
-    reason: str = ""
-    field: str = ""
-    kind: str = ""
-    name: str = ""
-    subject: str = ""
-    retry_after_s: float | None = None
-
-
 def error_of(error: grpc.RpcError, address: str) -> LoraplexError:
     """Return the exception for a failed call of grpc or grpc.aio; `address` is the server's."""
     call: Any = error  # at run time every RpcError of a call is a grpc.Call
     details = _read_details(call.trailing_metadata())
-    message = call.details() or f"{address} gave no message"
-    if call.code() is grpc.StatusCode.UNAVAILABLE and not details.reason:
+    message, reason = call.details() or f"{address} gave no message", details.pop("reason", "")
+    if call.code() is grpc.StatusCode.UNAVAILABLE and not reason:
         message = f"no answer from {address}: {message}"
-    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not details.reason:
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not reason:
         message = f"{address} had not answered in full when timeout_s was over"
     cls, names = _CLASSES.get(call.code(), (LoraplexError, ()))
-    return cls(message, reason=details.reason, **{name: getattr(details, name) for name in names})
+    return cls(message, reason=reason, **{name: details[name] for name in names if name in details})
 
 
 _DETAIL_TYPES = {
@@ -227,28 +214,29 @@ _DETAIL_TYPES = {
 }
 
 
-def _read_details(metadata: Any) -> _Details:
-    details = _Details()
+def _read_details(metadata: Any) -> dict[str, Any]:
+    """Return the values in a status's google.rpc messages, by the names of the errors' attributes."""
+    details: dict[str, Any] = {}
     packed = next((value for key, value in metadata or () if key == DETAILS_KEY), b"")
     try:
         for detail in Status.FromString(packed).details:
             cls = _DETAIL_TYPES.get(detail.TypeName())
             if cls is not None:
-                _note(cls.FromString(detail.value), details)
+                details |= _values_of(cls.FromString(detail.value))
     except DecodeError:  # Another program's trailer: code and message are still valid.
-        return _Details()
+        return {}
     return details
 
 
-def _note(message: Any, details: _Details) -> None:
+def _values_of(message: Any) -> dict[str, Any]:
     match message:
         case details_pb2.ErrorInfo():
-            details.reason = message.reason
+            return {"reason": message.reason}
         case details_pb2.BadRequest():
-            details.field = next((violation.field for violation in message.field_violations), "")
+            return {"field": next((violation.field for violation in message.field_violations), "")}
         case details_pb2.ResourceInfo():
-            details.kind, details.name = message.resource_type, message.resource_name
-        case details_pb2.PreconditionFailure() | details_pb2.QuotaFailure():
-            details.subject = next((violation.subject for violation in message.violations), "")
+            return {"kind": message.resource_type, "name": message.resource_name}
         case details_pb2.RetryInfo():
-            details.retry_after_s = message.retry_delay.ToNanoseconds() / 1e9
+            return {"retry_after_s": message.retry_delay.ToNanoseconds() / 1e9}
+        case _:  # PreconditionFailure, QuotaFailure
+            return {"subject": next((violation.subject for violation in message.violations), "")}
