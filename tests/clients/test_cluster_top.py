@@ -14,7 +14,7 @@ from rich.console import Console
 from loraplex.cli import terminal
 from loraplex.cli.__main__ import app
 from loraplex.cli.adapters_top import view as adapters_view
-from loraplex.cli.cluster import Interval, Snapshot, worker_json
+from loraplex.cli.cluster import Interval, Snapshot
 from loraplex.cli.cluster_top import Rates, sparkline, view
 from loraplex.cluster.v1 import cluster_pb2 as pb
 
@@ -53,7 +53,7 @@ def look(
             pb.AdapterTraffic(tenant="acme", requests=1, completion_tokens=1, time_to_first_token=0.5),
         ],
     )  # fmt: skip
-    return Snapshot([worker_json(worker)], [{"model": "tiny", "waiting": 7, "running": 3}], traffic)
+    return Snapshot([terminal.message_values(worker)], [{"model": "tiny", "waiting": 7, "running": 3}], traffic)
 
 
 def text_of(interval: Interval) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated, Any
@@ -83,29 +83,19 @@ _OWN_ARGUMENTS: dict[str, Any] = {
 }
 for process, (_, _, description) in PROCESSES.items():
     app.command(process, help=description, **_OWN_ARGUMENTS)(_process)
-app.command()(generate)
-app.command()(chat)
-app.command()(score)
-app.command()(tokens)
-app.command()(embed)
-app.command()(classify)
-app.add_typer(adapters.app, name="adapters")
-app.add_typer(releases.app, name="releases")
-app.add_typer(models.app, name="models")
-app.add_typer(keys, name="keys")
-app.add_typer(plans, name="plans")
-app.add_typer(tenants, name="tenants")
-app.add_typer(certs, name="certs")
-app.add_typer(redis, name="redis")
-app.add_typer(audit.app, name="audit")
-app.command()(top)
-app.command()(workers)
-app.command()(queues)
-app.command()(jobs)
-app.command()(drain)
-app.add_typer(cells, name="cells")
-app.add_typer(quarantine, name="quarantine")
-app.add_typer(resume_keys, name="resume-keys")
+_COMMANDS: Sequence[Callable[..., None]] = (generate, chat, score, tokens, embed, classify)
+for command in _COMMANDS:
+    app.command()(command)
+for name, group in {
+    **{"adapters": adapters.app, "releases": releases.app, "models": models.app, "keys": keys, "plans": plans},
+    **{"tenants": tenants, "certs": certs, "redis": redis, "audit": audit.app},
+}.items():
+    app.add_typer(group, name=name)
+_OF_CLUSTERS: Sequence[Callable[..., None]] = (top, workers, queues, jobs, drain)
+for command in _OF_CLUSTERS:
+    app.command()(command)
+for name, group in {"cells": cells, "quarantine": quarantine, "resume-keys": resume_keys}.items():
+    app.add_typer(group, name=name)
 app.command(**_OWN_ARGUMENTS)(plan)
 app.command()(quantize)
 app.command()(loadtest)

@@ -431,15 +431,12 @@ def grants(
 ) -> None:
     """List the other tenants that may use an adapter."""
     granted = _service(store, tenant).list("ListGrants", "grants", adapter=name)
-    if as_json:
-        print_json([{"expire_time": None, **message_values(one)} for one in granted])
-        return
     columns: Columns = {
         "tenant": "tenant",
         "since": lambda one: format_timestamp(one.create_time),
         "until": lambda one: format_timestamp(one.expire_time),
     }
-    print_table(granted, columns)
+    print_table(granted, columns, as_json=as_json, values=lambda one: {"expire_time": None, **message_values(one)})
 
 
 def _service(store: str, tenant: str) -> Service:

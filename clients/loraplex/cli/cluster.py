@@ -49,12 +49,12 @@ class ClusterReader:
     def workers(self) -> list[dict[str, Any]]:
         """Return the live workers as JSON values."""
         answer = self._cluster.ask("ListWorkers")
-        return [worker_json(worker) for worker in answer.workers]
+        return [message_values(worker) for worker in answer.workers]
 
     def queues(self) -> list[dict[str, Any]]:
         """Return the models' queues as JSON values."""
         answer = self._cluster.ask("ListQueues")
-        return [queue_json(queue) for queue in answer.queues]
+        return [message_values(queue) for queue in answer.queues]
 
 
 @dataclass(frozen=True)
@@ -152,22 +152,6 @@ def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_jso
         "cell": "cell",
     }
     print_table(ClusterReader(router, tenant).workers(), columns, as_json=as_json)
-
-
-def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
-    """Convert a worker's message to JSON values, with the phase as a word."""
-    from loraplex.cluster.v1 import cluster_pb2
-
-    phase = cluster_pb2.WorkerPhase.Name(worker.phase).removeprefix("WORKER_PHASE_").lower()
-    return {**message_values(worker), "phase": phase}
-
-
-def queue_json(queue: cluster_pb2.Queue) -> dict[str, Any]:
-    """Convert a queue's message to JSON values, with the cell's state as a word."""
-    from loraplex.cluster.v1 import cluster_pb2
-
-    state = cluster_pb2.CellState.Name(queue.state).removeprefix("CELL_STATE_").lower()
-    return {**message_values(queue), "state": state}
 
 
 def queues(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:

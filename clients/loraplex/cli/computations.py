@@ -9,12 +9,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex.cli.gguf_models import local_model, worker_command
+from loraplex.cli.gguf_models import local_model, run_to_its_end, worker_command
 from loraplex.cli.options import (
     STORE,
     TENANT,
@@ -49,11 +48,6 @@ ModelDirOption = Annotated[
 ]
 
 
-def _run_worker(command: str, flags: Mapping[str, object], *words: str) -> CompletedProcess[str]:
-    """Run a worker's command."""
-    return subprocess.run(worker_command(command, flags, *words), text=True, check=False)
-
-
 def ask_worker(command: str, flags: Mapping[str, str], progress: Callable[[str], None] = lambda line: None) -> Any:
     """Run a worker's command and return the JSON that it prints; `progress` gets its lines. Raises CommandError."""
     lines = ["it printed nothing"]
@@ -78,7 +72,7 @@ def ask_worker(command: str, flags: Mapping[str, str], progress: Callable[[str],
 
 def plan(context: typer.Context) -> None:
     """Compute what a model takes of a device or, with --cluster, the workers, routers and cost of a load."""
-    raise typer.Exit(_run_worker("plan", {}, *context.args).returncode)
+    run_to_its_end("plan", {}, *context.args)
 
 
 def quantize(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -123,9 +117,7 @@ def quantize(  # noqa: PLR0913, PLR0917  # one parameter a flag
     model, _ = local_model(model)
     if out:
         chosen = {"calibrate": "true", "bits": bits, "seed": seed, "texts": texts or ""} if calibrate else {}
-        done = _run_worker("quantize", {"model": model, "out": out, "to": to, **chosen})
-        if done.returncode:
-            raise typer.Exit(done.returncode)
+        run_to_its_end("quantize", {"model": model, "out": out, "to": to, **chosen})
     if report is not None:
         compare_with_original(model, out or to, report, json_file, kv_cache_dtype)
 

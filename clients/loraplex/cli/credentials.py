@@ -20,7 +20,6 @@ from loraplex.cli.terminal import (
     format_timestamp,
     message_values,
     print_json,
-    print_rows,
     print_table,
     say,
 )
@@ -82,10 +81,6 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List the keys, without their secrets."""
-    listed = _service(store).list("ListKeys", "keys", tenant=tenant)
-    if as_json:
-        print_json([message_values(key) for key in listed])
-        return
     columns: Columns = {
         "key": "key_id",
         "tenant": lambda key: key.tenant or "-",
@@ -97,7 +92,8 @@ def list_(
         "last used": lambda key: format_timestamp(key.last_use_time),
         "revoked": lambda key: format_timestamp(key.revoke_time),
     }
-    print_table(listed, columns)
+    listed = _service(store).list("ListKeys", "keys", tenant=tenant)
+    print_table(listed, columns, as_json=as_json, values=message_values)
 
 
 @keys.command()
@@ -273,11 +269,13 @@ def renew(
         ends |= {name: ca.renew(directory, name, timedelta(days=days)) for name in soon}
     except (OSError, ValueError) as error:
         raise CommandError(f"{directory}: {error}") from error
-    if as_json:
-        print_json([{"name": name, "end": end.isoformat(), "renewed": name in soon} for name, end in ends.items()])
-        return
-    rows = [(name, f"{end:%Y-%m-%d %H:%M}", "renewed" if name in soon else "-") for name, end in ends.items()]
-    print_rows(("certificate", "ends", "now"), rows)
+    columns: Columns = {
+        "certificate": "name",
+        "ends": lambda row: f"{row['end']:%Y-%m-%d %H:%M}",
+        "now": lambda row: "renewed" if row["renewed"] else "-",
+    }
+    rows = [{"name": name, "end": end, "renewed": name in soon} for name, end in ends.items()]
+    print_table(rows, columns, as_json=as_json)
 
 
 def _authority(directory: Path) -> DevelopmentCa:

@@ -13,19 +13,17 @@ import signal
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from loraplex.cli.terminal import CommandError
 
 if TYPE_CHECKING:
     from loraplex_client import Client, FitnessCertificate, Generation
-
-T = TypeVar("T")
 
 # Lowest priority among a tenant's requests.
 LOWEST = -100
@@ -455,12 +453,3 @@ def run_command(command: Sequence[str], given: str, timeout_s: float, directory:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-
-
-def examine(examination: Examination, gates: Sequence[Gate], shown: Callable[[Result], None]) -> list[dict[str, Any]]:
-    """Run gates; returns their results as the store takes them, and shows each."""
-    results = []
-    for result in examination.run(gates):
-        shown(result)
-        results.append(asdict(result))
-    return results

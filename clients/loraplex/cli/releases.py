@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex.cli.gates import Examination, Result, examine, read_gates
+from loraplex.cli.gates import Examination, Result, read_gates
 from loraplex.cli.options import (
     ROUTER,
     STORE,
@@ -133,10 +134,7 @@ def list_(
         "run": lambda one: one.origin.run_id or "-",
         "created": lambda one: format_timestamp(one.create_time),
     }
-    if as_json:
-        print_json([_values(one) for one in releases])
-    else:
-        print_table(releases, columns)
+    print_table(releases, columns, as_json=as_json, values=_values)
 
 
 @app.command("history")
@@ -250,10 +248,14 @@ def qualify(
         examination = Examination(
             client, f"{adapter}@{release.digest}", live, revision.certificates, gates.resolve().parent
         )
-        results = examine(examination, wanted, _show)
-    _said(service.ask("QualifyRelease", name=release.name, etag=release.etag, gates=results).release)
-    if failed := [result["name"] for result in results if not result["passed"]]:
-        raise CommandError(f"{len(failed)} of {len(results)} gates failed", 1)
+        results = []
+        for result in examination.run(wanted):
+            _show(result)
+            results.append(result)
+    gates_run = [asdict(result) for result in results]
+    _said(service.ask("QualifyRelease", name=release.name, etag=release.etag, gates=gates_run).release)
+    if failed := sum(not result.passed for result in results):
+        raise CommandError(f"{failed} of {len(results)} gates failed", 1)
 
 
 def _show(result: Result) -> None:

@@ -16,7 +16,16 @@ import typer
 from loraplex.cli.credentials import check_new, write_key
 from loraplex.cli.options import ROUTER, STORE, JsonOption, StoreOption, read_duration
 from loraplex.cli.service import Service, cluster_service, explain, store_client
-from loraplex.cli.terminal import Activity, CommandError, message_values, print_json, print_rows, read_text, say
+from loraplex.cli.terminal import (
+    Activity,
+    CommandError,
+    message_values,
+    print_json,
+    print_rows,
+    print_table,
+    read_text,
+    say,
+)
 from loraplex.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
 from loraplex.contracts.plans import FIELDS, NAME_FIELDS, REAL_FIELDS, make_plan
 from loraplex.runtime.rpc.errors import InvalidField
@@ -39,10 +48,7 @@ tenants = typer.Typer(no_args_is_help=True, help="List, set up and remove tenant
 def list_(store: StoreOption = STORE, as_json: JsonOption = False) -> None:
     """List the plans."""
     listed = _service(store).list("ListPlans", "plans")
-    if as_json:
-        print_json([_plan_json(plan) for plan in listed])
-    else:
-        print_rows(("plan", "limits"), ((plan.name, _limits(plan)) for plan in listed))
+    print_table(listed, {"plan": "name", "limits": _limits}, as_json=as_json, values=_plan_json)
 
 
 @plans.command()
@@ -175,11 +181,8 @@ def list_tenants(store: StoreOption = STORE, as_json: JsonOption = False) -> Non
     for name in sorted({*limits, *keys}):
         with store_client(store, name) as client:
             owned = sum(adapter.name.startswith(f"tenants/{name}/") for adapter in client.list())
-        rows.append((name, limits.get(name) or "-", keys[name], owned))
-    if as_json:
-        print_json([dict(zip(("tenant", "plan", "keys", "adapters"), row, strict=True)) for row in rows])
-    else:
-        print_rows(("tenant", "plan", "keys", "adapters"), rows)
+        rows.append({"tenant": name, "plan": limits.get(name) or "-", "keys": keys[name], "adapters": owned})
+    print_table(rows, {name: name for name in ("tenant", "plan", "keys", "adapters")}, as_json=as_json)
 
 
 @tenants.command()

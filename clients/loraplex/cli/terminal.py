@@ -120,10 +120,21 @@ def _json_value(value: Any) -> Any:
 
 
 def message_values(message: Any) -> dict[str, Any]:
-    """Return a message as JSON values by its fields' names; a time that is not set is left out."""
-    fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    times = {name for name, value in fields.items() if hasattr(value, "ToJsonString") and not message.HasField(name)}
-    return {name: _field_value(value) for name, value in fields.items() if name not in times}
+    """Return a message as JSON values by its fields' names; a time that is not set is left out, an enum is a word."""
+    values = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.enum_type is not None:
+            values[field.name] = _word(field.enum_type, value)
+        elif not hasattr(value, "ToJsonString") or message.HasField(field.name):
+            values[field.name] = _field_value(value)
+    return values
+
+
+def _word(enum: Any, number: int) -> str:
+    """Return WORKER_PHASE_SERVING of WorkerPhase as `serving`."""
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return str(enum.values_by_number[number].name.removeprefix(prefix).lower())
 
 
 def _field_value(value: Any) -> Any:
@@ -147,10 +158,16 @@ def say(line: str) -> None:
 Columns = Mapping[str, str | Callable[[Any], object]]
 
 
-def print_table(items: Iterable[Any], columns: Columns, *, as_json: bool = False) -> None:
-    """Print items as a table with these columns, or all that they have as JSON."""
+def print_table(
+    items: Iterable[Any],
+    columns: Columns,
+    *,
+    as_json: bool = False,
+    values: Callable[[Any], object] = lambda item: item,
+) -> None:
+    """Print items as a table with these columns, or as JSON the `values` of each, by default all that it has."""
     if as_json:
-        print_json(list(items))
+        print_json(list(map(values, items)))
         return
     print_rows(list(columns), table_rows(items, columns))
 
