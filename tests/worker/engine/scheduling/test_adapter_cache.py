@@ -371,7 +371,7 @@ def test_installs_take_a_bounded_share_of_busy_steps(
         room.wait(f"adapter {number}")
     # They are all there before the first of them is installed.
     room.loads.most = 8
-    room.cache._reads.feed()
+    room.cache._feed()
     while room.loads.loading():
         room.loads.finish_load()
     assert clock.steps(room, 4, busy=True, install_s=install_s) == arrived

@@ -72,11 +72,11 @@ def hold_for_nobody(cache: Any) -> None:
 
 
 def want_for_nobody(cache: Any) -> None:
-    cache._reads.pending["adapter 3"] = AdapterSource("adapter 3", "/")
+    cache._pending["adapter 3"] = AdapterSource("adapter 3", "/")
 
 
 def copy_what_is_not_held(cache: Any) -> None:
-    cache._transfers.complete("adapter 3", "adapter 3")
+    cache._copies["adapter 3"] = "adapter 3"
 
 
 BREAKS = [

@@ -174,18 +174,18 @@ class Walk:
         assert host.bytes <= max(host.budget, host.held_bytes)
         assert self.cache.tiers.device_bytes == sum(map(SIZES.__getitem__, self.cache.slots.digests))
         largest = max(SIZES.values())
-        assert host.held_bytes <= max(host.budget + largest, 2 * largest) + len(self.cache._reads.loading) * largest
+        assert host.held_bytes <= max(host.budget + largest, 2 * largest) + len(self.cache._loading) * largest
 
     def check_requests(self) -> None:
         cache = self.cache
         parked = {one.spec.adapter.digest for one in self.waits if one.spec.adapter} & cache.demand._parked.keys()
         assert parked == cache.demand._parked.keys()
         assert cache._host._held.keys() == set(cache.demand.lacking)
-        loading = {digest for digest, wanted in cache._reads.loading.items() if wanted}
-        stages = [*cache._reads.pending, *loading, *cache._host._held]
+        loading = {digest for digest, wanted in cache._loading.items() if wanted}
+        stages = [*cache._pending, *loading, *cache._host._held]
         assert Counter(stages) == Counter(parked), "who waits for an adapter waits for exactly one thing"
         # A thread is left to bring to the device what is in memory.
-        assert len(cache._reads.loading) <= self.loads.most - self.loads.transfers
+        assert len(cache._loading) <= self.loads.most - self.loads.transfers
 
     def finish(self) -> None:
         """Everything that waits comes to an end, and nothing stays held."""
@@ -197,8 +197,8 @@ class Walk:
             self.admit()
             self.end()
             self.check()
-        cache, reads = self.cache, self.cache._reads
-        left = [self.waits, self.running, self.loads.loading(), reads.pending, reads.loading, cache._transfers]
+        cache = self.cache
+        left = [self.waits, self.running, self.loads.loading(), cache._pending, cache._loading, cache._copies]
         assert list(map(len, left)) == [0] * len(left)
         assert (cache._host.held_bytes, cache.slots.pinned, cache.has_work()) == (0, 0, False)
         assert self.cache.demand._waiting == self.cache.demand._parked == self.cache.demand._carried == {}

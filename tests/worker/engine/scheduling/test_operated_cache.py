@@ -225,5 +225,5 @@ def test_orders_beside_sequences_leave_nothing_behind(
         walk.step()
     walk.finish()
     cache = walk.cache
-    assert (cache.slots.pinned, cache._host.held_bytes, cache._under_way, len(cache._transfers)) == (0, 0, None, 0)
+    assert (cache.slots.pinned, cache._host.held_bytes, cache._under_way, len(cache._copies)) == (0, 0, None, 0)
     assert cache.tiers.swaps > 50

@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Generic, TypeVar
 
-from loraplex.worker.engine.scheduling.adapter_slots import Demand, DeviceSlots, Urgency, require_integrity
-from loraplex.worker.engine.scheduling.adapter_tiers import AdapterMemory, DeviceCopies, HostTier, Reads
+from loraplex.worker.engine.scheduling.adapter_slots import WINDOW, Demand, DeviceSlots, Urgency, require_integrity
+from loraplex.worker.engine.scheduling.adapter_tiers import AdapterMemory, HostTier
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine_api import AdapterSource, Removal, TierStats
 
@@ -30,6 +32,8 @@ P = TypeVar("P")
 SHARE = 0.5
 # Maximum time of copies between two steps, as a share of a step; one adapter may always be copied.
 STALL_SHARE = 0.2
+# Maximum number of copies on the device that wait for a slot, whatever the host budget says: they are held twice.
+MAX_AHEAD = 2
 
 
 class SwapBudget:
@@ -101,8 +105,12 @@ class AdapterCache(Generic[P]):
         self._host: HostTier[P] = HostTier(host_bytes, memory.size)
         self.slots = DeviceSlots(slots, self.demand)
         self._budget = budget or SwapBudget()
-        self._transfers = DeviceCopies(memory, loads)
-        self._reads = Reads(memory, loads, self._host, self._transfers, self.demand)
+        # Adapters whose read has not begun; those that are being read, and whether they are still requested.
+        self._pending: dict[str, AdapterSource] = {}
+        self._loading: dict[str, bool] = {}
+        self._oldest_next, self._largest = False, 0
+        # Copies on the device, where memory needs them, beside the batch; one that is being made is None.
+        self._copies: dict[str, P | None] = {}
         # Arrivals that the next poll returns.
         self._arrived: list[str] = []
         self._load_failures = 0
@@ -115,17 +123,20 @@ class AdapterCache(Generic[P]):
     def request(self, source: AdapterSource) -> None:
         """Bring an adapter in, unless that is under way; poll reports when it is there."""
         digest = source.digest
-        if digest not in self._reads.loading and self._host.hold(digest):
+        if digest in self._loading:
+            self._loading[digest] = True
+        elif self._host.hold(digest):
             self.demand.lacks_slot(digest)
         else:
-            self._reads.request(source)
+            self._pending[digest] = source
+            self._feed()
 
     def withdraw(self, digest: str) -> None:
         """Stop bringing in an adapter that nobody waits for any more; one that is being read is kept in host memory."""
         if digest == self._under_way:
             return
         self._drop_request(digest)
-        self._reads.feed()
+        self._feed()
 
     def unpin(self, digest: str) -> None:
         """Undo one pin. Raises ValueError where there is none."""
@@ -165,7 +176,7 @@ class AdapterCache(Generic[P]):
         for digest in [digest for digest in self.slots.digests if digest not in keep]:
             dropped = self.slots.drop(digest)
             removed, in_use = removed + dropped, in_use + (not dropped)
-        coming = {*self._commands, *self._reads.pending, *self._reads.loading, *self._host.held_digests}
+        coming = {*self._commands, *self._pending, *self._loading, *self._host.held_digests}
         return Removal(removed, in_use + sum(one not in keep and one not in self.slots for one in coming))
 
     def poll(self, *, busy: bool = False) -> Arrivals:
@@ -185,7 +196,7 @@ class AdapterCache(Generic[P]):
                 self._take(digest, result)
         if (lacking := self._lacking()) or self.slots.draining:
             self._install_waiting(lacking)
-        self._reads.feed()
+        self._feed()
         arrivals = Arrivals(tuple(self._arrived), tuple(self._failed))
         self._arrived, self._failed = [], []
         return arrivals
@@ -195,15 +206,15 @@ class AdapterCache(Generic[P]):
         if self._loads.has_ended():
             return True
         # A slot that has drained goes to the adapter it drained for, or takes pins again.
-        if any(map(self.slots.idle, self.slots.draining)) and not self._transfers.any_under_way:
+        if any(map(self.slots.idle, self.slots.draining)) and None not in self._copies.values():
             return True
-        movable = (digest not in self.slots and self._transfers.can_move(digest) for digest in self._lacking())
+        movable = (digest not in self.slots and self._can_move(digest) for digest in self._lacking())
         return (any(movable) and self.slots.has_room()) or self._may_command()
 
     @property
     def tiers(self) -> TierStats:
         """Return what the tiers hold now."""
-        slots, host, loading = self.slots, self._host, len(self._reads.loading)
+        slots, host, loading = self.slots, self._host, len(self._loading)
         return TierStats(slots.loads, slots.swaps, self._load_failures, loading, host.bytes, slots.bytes)
 
     def check(self, pins: Mapping[str, int]) -> None:
@@ -213,12 +224,14 @@ class AdapterCache(Generic[P]):
         # Nobody waits for what the next poll returns.
         settled = {*self._arrived, *(digest for digest, _ in self._failed)}
         due = {*self.demand.parked_digests, *((self._under_way,) if self._under_way else ())} - settled
-        places = [*self._reads.requested, *self._host.held_digests]
+        requested = (digest for digest, requested in self._loading.items() if requested)
+        places = [*self._pending, *requested, *self._host.held_digests]
         require_integrity(sorted(places) == sorted(due), f"{due} are requested, and {places} are on their way")
         lacking = set(self.demand.lacking) - settled
         held = self._host.held_digests & self.demand.parked_digests
         require_integrity(held == lacking, f"{held} are in host memory and waited for, but {lacking} lack a slot")
-        require_integrity(self._transfers.copied <= self._host.held_digests, "a copy for a slot is not held")
+        copied = {digest for digest, copy in self._copies.items() if copy is not None}
+        require_integrity(copied <= self._host.held_digests, "a copy for a slot is not held")
 
     def close(self) -> None:
         """End the loads, after what is under way."""
@@ -242,14 +255,59 @@ class AdapterCache(Generic[P]):
 
     def _end_load(self, digest: str, result: P | Exception) -> bool:
         """Put what a read or copy has returned into its place; return whether the adapter is still requested."""
-        if digest in self._reads.loading:
-            return self._reads.end(digest, result)
-        requested = self._host.held(digest) is not None
-        if requested and not isinstance(result, Exception):
-            self._transfers.complete(digest, result)
-        else:
-            self._transfers.forget(digest)
+        if digest not in self._loading:
+            requested = self._host.held(digest) is not None
+            if requested and not isinstance(result, Exception):
+                self._copies[digest] = result
+            else:
+                self._copies.pop(digest, None)
+            return requested
+        requested = self._loading.pop(digest)
+        if not isinstance(result, Exception):
+            self._largest = max(self._largest, self._memory.size(result))
+            if requested:
+                self._host.hold(digest, result)
+                self.demand.lacks_slot(digest)
+            else:
+                self._host.put(digest, result)
         return requested
+
+    def _feed(self) -> None:
+        """Start reads while a loader is free and host memory has room."""
+        # Keep loaders free for copies to the device: slow files must not delay adapters that are in memory.
+        most = self._loads.most - self._memory.transfers
+        while self._pending and (ahead := len(self._loading) + 1) <= most:
+            # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
+            if not self._host.has_room_for(ahead, self._largest, MAX_AHEAD):
+                return
+            # An adapter whose copy nobody waits for any more is read again once that copy has ended.
+            window = [digest for digest in islice(self._pending, WINDOW) if digest not in self._copies]
+            if not window:
+                return
+            # By turns the adapter for which most wait and the one that was requested first, so that none starves.
+            digest = window[0] if self._oldest_next else max(window, key=self.demand.waiting_for)
+            self._oldest_next = not self._oldest_next
+            self._loading[digest] = True
+            self._loads.start(digest, partial(self._memory.read, self._pending.pop(digest)))
+
+    def _installable(self, digest: str, *, first: bool) -> P | None:
+        """Return what can be installed now of an adapter in host memory; start its copy where one is needed.
+
+        `first`: it is the most urgent one, which does not wait for the places of others.
+        """
+        held = self._host.held(digest)
+        if not self._memory.transfers:
+            return held
+        if digest not in self._copies and held is not None and (first or len(self._copies) < MAX_AHEAD):
+            self._copies[digest] = None
+            self._loads.start(digest, partial(self._memory.transfer, held))
+        return self._copies.get(digest)
+
+    def _can_move(self, digest: str) -> bool:
+        """Tell whether `_installable` would return something or start a copy."""
+        if not self._memory.transfers or self._copies.get(digest) is not None:
+            return True
+        return digest not in self._copies and len(self._copies) < MAX_AHEAD
 
     def _fail(self, digest: str, error: Exception) -> None:
         self._failed.append((digest, error))
@@ -273,7 +331,7 @@ class AdapterCache(Generic[P]):
                 continue
             if urgency is Urgency.CALM and not room:
                 break
-            prepared = self._transfers.installable(digest, self._host.held(digest), first=first)
+            prepared = self._installable(digest, first=first)
             first = False
             allowed = self._budget.allows() or urgency is Urgency.OVERDUE
             slot = self.slots.claim_slot(digest) if prepared is not None and allowed else None
@@ -307,8 +365,12 @@ class AdapterCache(Generic[P]):
             self._arrived.append(digest)
 
     def _drop_request(self, digest: str) -> None:
-        self._reads.drop_request(digest)
-        self._transfers.discard(digest)
+        """Forget a request: what is being read is then kept in host memory, though not held."""
+        self._pending.pop(digest, None)
+        if digest in self._loading:
+            self._loading[digest] = False
+        if self._copies.get(digest) is not None:  # else it is dropped when it ends
+            del self._copies[digest]
         self._host.let_go(digest)
         self._end_command(digest)
 
