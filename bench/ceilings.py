@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from loraplex.worker.engine.linear.layouts import PackedWeight, packing_works
+from bench.mkldnn import PackedWeight, packing_works
 
 # Features of the measured layer: the MLP of qwen2-0.4b.
 _OUT, _IN = 4864, 896

@@ -14,9 +14,10 @@ from unittest.mock import patch
 import torch
 
 from bench.bare_engine import BareEngine
+from bench.mkldnn import PackedLinear
 from bench.rounds import Timed
 from bench.workload import Request
-from loraplex.worker.engine.linear.layouts import PackedLinear, laid_out, panels
+from loraplex.worker.engine.linear.layouts import laid_out, panels
 from loraplex.worker.engine.model import loader
 
 # Bytes that are read to measure the memory's bandwidth: far more than a cache holds.

@@ -53,10 +53,10 @@ def test_float32_weights_that_are_bfloat16s_take_half_the_bytes_and_give_the_sam
     assert torch.equal(narrow(x), panels(x))
 
 
-@pytest.mark.parametrize("hidden", ["", "_panels_work", "packing_works"])
-def test_every_layout_of_a_weight_computes_it(hidden: str, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_panels_work", "packing_works")[: 2 if hidden == "packing_works" else bool(hidden)]:
-        monkeypatch.setattr(layouts, name, lambda *given, **options: False)
+@pytest.mark.parametrize("panels", [True, False])
+def test_every_layout_of_a_weight_computes_it(panels: bool, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not panels:
+        monkeypatch.setattr(layouts, "_panels_work", lambda *given, **options: False)
     linear = nn.Linear(33, 21).requires_grad_(False).bfloat16()
     x = torch.randn(3, 33)
     for compute, tolerance in ((F32, 1e-5), (BF16, 2e-2)):
@@ -99,7 +99,6 @@ def _logits(loaded: Any, ids: Tensor) -> Tensor:
 def test_a_processor_without_a_kernel(tiny_qwen2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unquantized weights keep torch's products; quantized ones are refused in one line."""
     monkeypatch.setattr(layouts, "_panels_work", lambda *given, **options: False)
-    monkeypatch.setattr(layouts, "packing_works", lambda dtype: False)
     lay_out(load_model(str(tiny_qwen2.directory)))
     loaded = load_model(str(tiny_qwen2.directory), quantize="int4")
     with pytest.raises(ModelUnusableError, match="no kernel for int4 weights; load the model without --quantize"):

@@ -14,7 +14,7 @@ import torch
 
 from loraplex.contracts.artifacts.families import KvShape
 from loraplex.worker.engine.device import available_bytes
-from loraplex.worker.engine.linear import layouts as packed
+from loraplex.worker.engine.linear import layouts
 from loraplex.worker.engine.model import loader
 from loraplex.worker.engine.model.loader import SUPPORTED, check_architecture, device_of, lay_out, load_model
 from loraplex.worker.engine.quantized.layers import AnyLinear
@@ -180,9 +180,7 @@ def test_supported_architectures_and_rope_types_pass() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_replace_linears_where_they_work(tiny_qwen2: Any, dtype: torch.dtype) -> None:
-    if not packed.packing_works(dtype):
-        pytest.skip("packed weights do not work on this machine: nn.Linear stays")
+def test_panels_replace_linears(tiny_qwen2: Any, dtype: torch.dtype) -> None:
     loaded = load_model(str(tiny_qwen2.directory), "cpu", str(dtype).removeprefix("torch."))
     head = loaded.module.lm_head
     x = torch.randn(5, 64).to(dtype)
@@ -207,25 +205,9 @@ def test_weights_on_the_cpu_take_memory_once(tiny_qwen2: Any) -> None:
         weights.append(weakref.ref(linear.weight))
         return torch.nn.Identity()
 
-    packed.replace_linears(loaded.module.model, make)
+    layouts.replace_linears(loaded.module.model, make)
     assert not any(alive), "a weight that was replaced is still there"
     assert len(weights) == 3 * 4
-
-
-@pytest.mark.skipif(not packed.packing_works(torch.float32), reason="packed weights do not work on this machine")
-def test_a_packed_product_does_not_depend_on_the_other_rows() -> None:
-    linear = torch.nn.Linear(64, 96)
-    product = packed.PackedLinear(linear)
-    x = torch.randn(40, 64)
-    together = product(x)
-    for rows in (1, 2, 7, 33):
-        assert torch.equal(product(x[:rows]), together[:rows])
-
-
-def test_where_packing_goes_wrong_nn_linear_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed.PackedWeight, "__call__", lambda self, x: x.new_zeros(len(x), 96))
-    assert not packed.packing_works(torch.float32)
-    assert not packed.packing_works(torch.float64)
 
 
 def test_weights_are_read_straight_to_another_device(tiny_qwen2: Any, monkeypatch: pytest.MonkeyPatch) -> None:

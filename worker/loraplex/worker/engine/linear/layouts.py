@@ -26,52 +26,6 @@ _TOLERANCE, _FIXED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}, 1e-4
 # Outputs and columns of the layers that layouts are checked with: whole tiles of AMX, and parts of them. An odd
 # number of outputs has no bias.
 _CHECKED_SHAPES = (96, 96), (33, 80)
-# Number of rows that the operator is told to expect; measured, it makes no difference.
-_ROWS_HINT = 32
-
-
-class PackedWeight:
-    """A weight [out_features, in_features], packed; called with x [..., in_features] it gives [..., out_features].
-
-    It is two to three times as fast as nn.Linear for a few rows. The mkldnn operators behind it are internal to torch
-    (inductor's freezing uses them). They are called here and nowhere else, and only after a check at start-up that they
-    give what nn.Linear gives; otherwise nn.Linear stays. In float32 a row's product does not depend on how many rows
-    stand beside it, which nn.Linear's does.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
-        self._bias = None if bias is None else bias.detach()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply by the transposed weight, and add the bias where there is one."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return out
-
-
-class PackedLinear(nn.Module):
-    """A linear layer over a packed weight: [..., in_features] to [..., out_features]."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features = linear.in_features
-        self.weight = PackedWeight(linear.weight, linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the weight, and add the bias where there is one."""
-        y = self.weight(x.reshape(-1, self.in_features))
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def packing_works(dtype: torch.dtype) -> bool:
-    """Tell whether packed weights give nn.Linear's results on this machine."""
-    if dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    try:
-        checked = [_checked_linear(dtype_name(dtype), *shape) for shape in _CHECKED_SHAPES]
-        return all(_is_right(one, PackedLinear(one), _TOLERANCE[dtype], dtype) for one in checked)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
 
 
 def codes_name(linear: QuantizedLinear) -> str:
@@ -100,8 +54,7 @@ def laid_out(linear: AnyLinear, compute: torch.dtype) -> nn.Module | None:
         # Half the bytes, and the same bits.
         narrow = compute == torch.float32 and _panels_work("bfloat16", compute, fixed=False) and _narrow(linear)
         return panels(narrow or linear, compute)
-    cast = _cast(linear, compute)
-    return PackedLinear(cast) if packing_works(compute) else cast
+    return _cast(linear, compute)
 
 
 def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> None:

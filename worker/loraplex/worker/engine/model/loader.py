@@ -28,7 +28,6 @@ from loraplex.worker.engine.linear.layouts import (
     codes_name,
     laid_out,
     multiplies_bfloat16,
-    packing_works,
     panels_work,
     replace_linears,
 )
@@ -299,7 +298,8 @@ def dtype_of(asked: str, config: Mapping[str, Any], first: TensorInfo, device: t
     """
     name = own_dtype(config, first.dtype) if asked == "auto" else asked
     if asked == "auto" and name == "float16" and device.type == "cpu":
-        name = cpu_dtype(name, bfloat16_works=packing_works(torch.bfloat16))
+        works = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+        name = cpu_dtype(name, bfloat16_works=bool(works))
         _log.warning("the model is in float16, which this CPU does not compute well: it runs in %s", name)
     if name not in DTYPE_BYTES:
         raise ModelUnusableError(f"dtype {name!r} is not supported; use auto, {', '.join(DTYPE_BYTES)}")
