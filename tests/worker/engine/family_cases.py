@@ -19,6 +19,7 @@ from loraplex.worker.engine.attention.paged import KvCache
 from loraplex.worker.engine.decoder.cuda import use_kernels
 from loraplex.worker.engine.device import KernelCall
 from loraplex.worker.engine.lora.cuda import adapt_linears
+from loraplex.worker.engine.model.layouts import step_layout
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
 from loraplex.worker.engine.model.runner import step_inputs
 from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
@@ -36,7 +37,8 @@ def logits(loaded: LoadedModel) -> Tensor:
     cache = KvCache(loaded.kv, 2, 4, loaded.dtype, loaded.device, int8=False)
     sequence = Sequence(NewSequence("a", IDS), 0, frozenset())
     sequence.block_table = [0, 1]
-    inputs = step_inputs(Batch((Row(sequence, 0, len(IDS), True),), 0, len(IDS)), cache, loaded.device)
+    batch = Batch((Row(sequence, 0, len(IDS), True),), 0, len(IDS))
+    inputs = step_inputs(step_layout(batch, cache.block_size), cache, loaded.device)
     with torch.inference_mode(), loaded.attention.during(inputs.attention):
         output = loaded.module(
             input_ids=inputs.input_ids,

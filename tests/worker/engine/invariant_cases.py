@@ -25,7 +25,7 @@ from loraplex.worker.engine.decoder.invariant import use_invariant_products
 from loraplex.worker.engine.lora.cuda import CudaLora, adapt_linears
 from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
 from loraplex.worker.engine.model import runner
-from loraplex.worker.engine.model.layouts import StepLayout
+from loraplex.worker.engine.model.layouts import StepLayout, step_layout
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
 from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
 from loraplex.worker.engine_api import NewSequence
@@ -67,7 +67,7 @@ class Steps:
         rows.sort(key=lambda row: (row.count > 1, row.sequence.adapter_slot))
         batch = Batch(tuple(rows), sum(row.count == 1 for row in rows), sum(row.count for row in rows))
         self.lora.begin_step([(row.sequence.adapter_slot, row.count) for row in rows])
-        inputs = runner.step_inputs(batch, self.cache, self.loaded.device)
+        inputs = runner.step_inputs(step_layout(batch, self.cache.block_size), self.cache, self.loaded.device)
         with torch.inference_mode(), self.loaded.attention.during(inputs.attention):
             logits = self.loaded.module(
                 input_ids=inputs.input_ids,

@@ -14,6 +14,7 @@ from torch import Tensor
 from loraplex.contracts.artifacts.families import KvShape
 from loraplex.worker.engine.attention.cpu import write_codes
 from loraplex.worker.engine.attention.paged import AttentionContext, KvCache, LayerCall, fitting_blocks, paged_attention
+from loraplex.worker.engine.model.layouts import step_layout
 from loraplex.worker.engine.model.runner import step_inputs
 from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
 from loraplex.worker.engine_api import NewSequence
@@ -52,7 +53,7 @@ class Oracle:
             sum(count == 1 for _, count in rows),
             sum(count for _, count in rows),
         )
-        inputs = step_inputs(batch, self.cache, CPU)
+        inputs = step_inputs(step_layout(batch, self.cache.block_size), self.cache, CPU)
         context = AttentionContext()
         with context.during(inputs.attention):
             for layer in range(LAYERS):
@@ -225,7 +226,7 @@ def test_what_would_be_ignored_is_refused() -> None:
         paged_attention(module, tensor, tensor, tensor, None)
     batch = Batch((Row(oracle.sequence("a", 4), 0, 1, True),), 1, 1)
     with (
-        context.during(step_inputs(batch, oracle.cache, CPU).attention),
+        context.during(step_inputs(step_layout(batch, oracle.cache.block_size), oracle.cache, CPU).attention),
         pytest.raises(ValueError, match="with a mask"),
     ):
         paged_attention(module, tensor, tensor, tensor, torch.zeros(1))

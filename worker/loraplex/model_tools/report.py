@@ -26,8 +26,9 @@ from loraplex.worker.engine.attention.paged import KvCache
 from loraplex.worker.engine.device import step_threads
 from loraplex.worker.engine.lora.base_layers import ModelLayers
 from loraplex.worker.engine.lora.weights import adapter_memory
+from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
-from loraplex.worker.engine.model.runner import step_inputs
+from loraplex.worker.engine.model.runner import Runner
 from loraplex.worker.engine.quantized.weight import QuantizedWeight
 from loraplex.worker.engine.scheduling.sequence import Batch, Row
 from loraplex.worker.engine.scheduling.sequence import Sequence as Answer
@@ -48,7 +49,6 @@ class EvaluatedModel:
         self, loaded: LoadedModel, *, rows: int, tokens: int, max_rank: int = 1, kv_cache_dtype: str = ""
     ) -> None:
         """Take the loaded model, whose linear layers are replaced."""
-        self._loaded = loaded
         self._per_row = -(-tokens // _BLOCK_SIZE)
         config = EngineConfig(str(loaded.directory), rows=rows, adapter_slots=1, max_rank=max_rank)
         self._max_rank = max_rank
@@ -56,7 +56,8 @@ class EvaluatedModel:
         self._lora = adapter_layers(loaded, config)
         self._slot = -1
         blocks, int8 = rows * self._per_row, kv_cache_dtype == INT8
-        self._cache = KvCache(loaded.kv, blocks, _BLOCK_SIZE, loaded.dtype, loaded.device, int8=int8)
+        cache = KvCache(loaded.kv, blocks, _BLOCK_SIZE, loaded.dtype, loaded.device, int8=int8)
+        self._runner = Runner(loaded, cache, self._lora, Encoding(loaded, 1), ahead=False)
 
     def use_adapter(self, directory: str) -> None:
         """Apply an adapter from now on. Raises ArtifactError where the model does not take it."""
@@ -105,24 +106,10 @@ class EvaluatedModel:
             if end > first:
                 yield logits
 
-    @torch.inference_mode()
     def _forward(self, rows: list[Row]) -> Tensor:
         """Compute a step: the logits that its rows ask for, in their order."""
         batch = Batch(tuple(rows), sum(row.count == 1 for row in rows), sum(row.count for row in rows))
-        self._lora.begin_step(
-            [(row.sequence.adapter_slot, row.count) for row in rows],
-            [len(row.prompt_positions) + row.samples for row in rows],
-        )
-        inputs = step_inputs(batch, self._cache, self._loaded.device)
-        with self._loaded.attention.during(inputs.attention):
-            output = self._loaded.module(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                logits_to_keep=inputs.logit_places,
-            )
-        logits: Tensor = output.logits[0].float()
-        return logits
+        return self._runner.execute(self._runner.layout(batch)).float()
 
 
 @dataclass(frozen=True)

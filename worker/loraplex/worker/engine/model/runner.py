@@ -54,12 +54,8 @@ class StepInputs:
     attention: AttentionStep
 
 
-def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInputs:
-    """Return a batch's inputs. Ids that are placeholders are left 0."""
-    return _inputs(step_layout(batch, cache.block_size), cache, device)
-
-
-def _inputs(layout: StepLayout, cache: KvCache, device: torch.device) -> StepInputs:
+def step_inputs(layout: StepLayout, cache: KvCache, device: torch.device) -> StepInputs:
+    """Return a layout's inputs. Ids that are placeholders are left 0."""
     flat = upload(layout.tokens, device)
     attention = AttentionStep(cache, flat[2], _plan(layout, cache, device))
     return StepInputs(flat[None, 0], flat[None, 1], upload(layout.logit_places, device, torch.int64), attention)
@@ -292,7 +288,7 @@ class Runner:
         if isinstance(layout, DecodeLayout):
             return self._decode(layout)
         self._lora.begin_step(layout.adapters, layout.logit_counts)
-        inputs = _inputs(layout, self._cache, self._device)
+        inputs = step_inputs(layout, self._cache, self._device)
         self._put_sampled_ids(inputs.input_ids[0], layout.placeholders)
         return self._forward(inputs)
 
