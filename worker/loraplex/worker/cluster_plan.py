@@ -14,7 +14,8 @@ rows servers and of one. Lengths are means, and requests come at random.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from loraplex.contracts.artifacts.families import KV_CACHE_HELP
 from loraplex.contracts.artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
@@ -96,19 +97,9 @@ class LoadSettings:
 
     def device(self, slots: int) -> PlanSettings:
         """Return what the plan of a device with so many adapter slots is made of."""
-        return PlanSettings(
-            model=self.model,
-            context=self.prompt + self.answer,
-            batch=self.rows,
-            adapters=slots,
-            rank=self.rank,
-            dtype=self.dtype,
-            quantize=self.quantize,
-            kv_cache_dtype=self.kv_cache_dtype,
-            tensor_parallel=self.tensor_parallel,
-            max_expert_rank=self.max_expert_rank,
-            memory=self.memory,
-        )
+        own: dict[str, Any] = {"context": self.prompt + self.answer, "batch": self.rows, "adapters": slots}
+        shared = {one.name: getattr(self, one.name) for one in fields(PlanSettings) if one.name not in own}
+        return PlanSettings(**shared, **own)
 
 
 @dataclass(frozen=True)
