@@ -156,8 +156,7 @@ class OperatorCommands:
         placement = self._placements[ref.digest] = _DevicePlacement(
             {request.tenant: request}, pinned, self._fetcher.disk_pin()
         )
-        work = self._pin(placement) if pinned else self._warm(placement)
-        placement.task = asyncio.get_running_loop().create_task(work)
+        placement.task = asyncio.get_running_loop().create_task(self._place(placement))
 
     def _unpin(self, ref: AdapterRef) -> None:
         pinned = [placement for placement in self._placements.values() if placement.pinned]
@@ -167,22 +166,29 @@ class OperatorCommands:
                 self._engine.send(Unpin(placement.request.adapter.digest))
                 self._end(placement)
 
-    async def _pin(self, placement: _DevicePlacement) -> None:
+    async def _place(self, placement: _DevicePlacement) -> None:
         while True:
             ref = placement.request.adapter
             try:
                 source = await fetch_source(placement.disk_pin, ref, placement.request.tenant)
                 break
             except FetchFailedError as error:
-                if error.failure.code != "UNAVAILABLE":
-                    log.warning("can't pin %s: %s", ref.revision, error)
+                if not placement.pinned or error.failure.code != "UNAVAILABLE":
+                    log.warning("can't %s %s: %s", "pin" if placement.pinned else "warm", ref.revision, error)
                     self._end(placement)
                     return
                 log.warning("can't pin %s yet: %s", ref.revision, error)
                 await asyncio.sleep(FETCH_AGAIN_S)
                 await self._renew_grant(placement)
-        log.info("pins %s", ref.revision)
-        self._engine.send(Pin(source))
+        if placement.pinned:
+            log.info("pins %s", ref.revision)
+            self._engine.send(Pin(source))
+            return
+        self._engine.send(Warm(source))
+        await asyncio.sleep(WARM_S)  # `loaded` ends this
+        log.warning("%s is not warm after %g s: no slot", ref.revision, WARM_S)
+        self._engine.send(Unpin(ref.digest))  # the engine must not read files that the disk may remove
+        self._end(placement)
 
     async def _renew_grant(self, placement: _DevicePlacement) -> None:
         """Take the grant that routers have given to a pin of the cell since."""
@@ -191,20 +197,6 @@ class OperatorCommands:
                 for request in await self._queue.pins.list():
                     if placement.requests.get(request.tenant) == request:  # but for the grant
                         placement.requests[request.tenant] = request
-
-    async def _warm(self, placement: _DevicePlacement) -> None:
-        ref = placement.request.adapter
-        try:
-            source = await fetch_source(placement.disk_pin, ref, placement.request.tenant)
-        except FetchFailedError as error:
-            log.warning("can't warm %s: %s", ref.revision, error)
-            self._end(placement)
-            return
-        self._engine.send(Warm(source))
-        await asyncio.sleep(WARM_S)  # `loaded` ends this
-        log.warning("%s is not warm after %g s: no slot", ref.revision, WARM_S)
-        self._engine.send(Unpin(ref.digest))  # the engine must not read files that the disk may remove
-        self._end(placement)
 
     def _end(self, placement: _DevicePlacement) -> None:
         """Forget a placement; the disk need not keep its adapter any more."""
