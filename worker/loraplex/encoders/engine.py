@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,8 @@ from loraplex.worker.engine.lora.cpu import CpuLayers
 from loraplex.worker.engine.lora.weights import AdapterWeights, PackedAdapter, adapter_cache
 from loraplex.worker.engine.model.encoding import NO_CLASSIFIER, pooled, to_vector
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.admission import RunningSequences
+from loraplex.worker.engine.scheduling.blocks import BlockManager
 from loraplex.worker.engine.scheduling.scheduler import SequenceScheduler
 from loraplex.worker.engine.scheduling.sequence import OUT_OF_MEMORY, SequenceState, output_of
 from loraplex.worker.engine.scheduling.sequence import Sequence as Text
@@ -65,8 +66,8 @@ class EncoderScheduler(SequenceScheduler):
         self._step_tokens = step_tokens
         # Falls when a step runs out of memory, and rises again with every step that does not.
         self._ceiling = step_tokens
-        self._running: list[Text] = []
-        self._preemptions = 0
+        # Over no blocks: a text keeps nothing from step to step.
+        self._running = RunningSequences(BlockManager(0, limits.block_size), self._waiting, adapters, self._shares)
 
     def add_sequence(self, spec: NewSequence) -> None:
         """See SequenceScheduler."""
@@ -92,10 +93,9 @@ class EncoderScheduler(SequenceScheduler):
             if sequence is None or (self._running and tokens + len(sequence.ids) > self._ceiling):
                 break
             self._begin(sequence)
-            self._shares.add(sequence)
-            self._running.append(sequence)
+            self._running.start(sequence)
             tokens += len(sequence.ids)
-        return sorted(self._running, key=lambda one: (len(one.ids) > 1, one.adapter_slot))
+        return sorted(self._running.in_rank, key=lambda one: (len(one.ids) > 1, one.adapter_slot))
 
     def commit(self, batch: Iterable[Text], results: Iterable[Vector | Failure]) -> list[Output]:
         """Take what a step has computed, and end its texts."""
@@ -118,29 +118,20 @@ class EncoderScheduler(SequenceScheduler):
             return self.fail([batch[0].sequence_id], OUT_OF_MEMORY)
         self._ceiling = sum(len(sequence.ids) for sequence in batch) // 2
         for sequence in batch:
-            self._preemptions += 1
-            self._stop(sequence)
-            self._waiting.enter(sequence)
+            self._running.preempt(sequence)
         return []
 
     def stats(self) -> EngineStats:
         """See SequenceScheduler."""
-        return self._stats(len(self._running), self._preemptions)
+        return self._stats(len(self._running), self._running.preemptions)
 
     def check(self) -> None:
         """See SequenceScheduler."""
-        self._adapters.check(Counter(one.spec.adapter.digest for one in self._running if one.spec.adapter))
-
-    def _stop(self, sequence: Text) -> None:
-        self._running.remove(sequence)
-        self._shares.remove(sequence)
-        sequence.stop()
-        if sequence.spec.adapter:
-            self._adapters.unpin(sequence.spec.adapter.digest)
+        self._running.check()
 
     def _end(self, sequence: Text) -> None:
         if sequence.state is SequenceState.RUNNING:
-            self._stop(sequence)
+            self._running.stop(sequence)
             sequence.move_to(SequenceState.ENDED)
         else:
             self._waiting.leave(sequence)
