@@ -33,7 +33,7 @@ class ForkedRank:
             os._exit(code)
 
     def wait(self, timeout: float | None = None) -> int:
-        """See RankProcess."""
+        """See subprocess.Popen."""
         give_up_at = time.monotonic() + (timeout or 1e9)
         while time.monotonic() < give_up_at:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -43,7 +43,7 @@ class ForkedRank:
         raise subprocess.TimeoutExpired("a rank", timeout or 0)
 
     def kill(self) -> None:
-        """See RankProcess."""
+        """See subprocess.Popen."""
         os.kill(self.pid, signal.SIGKILL)
 
 

@@ -21,7 +21,6 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import msgspec
 
@@ -70,19 +69,7 @@ def end_process(rank: int, why: str) -> None:
         os._exit(1)
 
 
-class RankProcess(Protocol):
-    """The process of a rank, as subprocess.Popen has it."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises subprocess.TimeoutExpired."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
-def start_process(sock: socket.socket) -> RankProcess:
+def start_process(sock: socket.socket) -> subprocess.Popen[bytes]:
     """Start the process of a rank, with its end of a socket."""
     # -P: a folder named worker in the working directory must not take the place of this worker.
     command = (sys.executable, "-P", "-m", "loraplex.worker.engine.process", "--fd", str(sock.fileno()), "--rank")
@@ -103,7 +90,7 @@ class Followers:
         self._on_lost = on_lost
         self._closing = False
         self._sockets: list[socket.socket] = []
-        self._processes: list[RankProcess] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, config.tensor_parallel):
             ours, theirs = socket.socketpair()
             self._sockets.append(ours)
