@@ -35,7 +35,7 @@ from loraplex.worker.engine.decoder.residuals import (
     with_random_weight,
 )
 from loraplex.worker.engine.device import KernelCall
-from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct, own_forward
+from loraplex.worker.engine.lora.base_layers import FusedProduct, own_forward, whole_product
 
 # Columns of a program of the gate.
 _GATE_COLUMNS = 1024
@@ -238,26 +238,15 @@ def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
         if form is not None:
             norms[module] = NormKernel(form, module.weight)  # type: ignore[arg-type]
             module.forward = norms[module].compute
-        product = _whole_product(module, ("gate_proj", "up_proj"), "down_proj")
+        product = whole_product(module, ("gate_proj", "up_proj")) if hasattr(module, "down_proj") else None
         gate = None if product is None else gate_of(module, dtype)
         if product is not None and gate is not None:
             module.forward = _gated_forward(product, module.down_proj, gelu=gate == "gelu")  # type: ignore[arg-type]
-        product = _whole_product(module, ("q_proj", "k_proj", "v_proj"), "o_proj")
+        product = whole_product(module, ("q_proj", "k_proj", "v_proj")) if hasattr(module, "o_proj") else None
         attention = None if product is None else attention_form(module, product.widths, dtype)
         if product is not None and attention is not None:
             module.forward = _attention_forward(module, attention, product)
     use_layers(model, norms)
-
-
-def _whole_product(module: nn.Module, names: Sequence[str], last: str) -> FusedProduct | None:
-    """Return the product of a module's layers of these names, in this order; None where they are no whole product."""
-    parts = [getattr(module, name, None) for name in names]
-    found = [part for part in parts if isinstance(part, FusedPart) and part.is_plain and hasattr(module, last)]
-    if len(found) < len(names):
-        return None
-    product = found[0].product
-    whole = [part.index for part in found if part.product is product] == list(range(len(product.widths)))
-    return product if whole else None
 
 
 def _small(module: nn.Module, dtype: torch.dtype, shapes: Mapping[str, tuple[int, int]]) -> Any:

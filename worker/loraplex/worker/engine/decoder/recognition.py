@@ -42,7 +42,7 @@ from loraplex.worker.engine.decoder.layer import (
     RowOperators,
 )
 from loraplex.worker.engine.linear.layer import PanelLayer, scratch_memory
-from loraplex.worker.engine.lora.base_layers import FusedPart, own_forward
+from loraplex.worker.engine.lora.base_layers import own_forward, whole_product
 from loraplex.worker.engine.lora.cpu import CpuGroup
 
 # Maximum number of a program's tokens: with more, the time between calls is a small part of a step.
@@ -428,14 +428,8 @@ def _mlp_of(module: Any) -> Mlp | None:
 
 def _product_of(module: Any, names: tuple[str, ...], other: str = "") -> CpuGroup | None:
     """Return the product of these layers, in this order, or of the one layer `other`; None if they are not fused."""
-    names = names if hasattr(module, names[0]) else (other,)
-    layers = [getattr(module, name, None) for name in names]
-    parts = [part for part in layers if isinstance(part, FusedPart) and part.is_plain]
-    if not parts or len(parts) < len(layers):
-        return None
-    product = parts[0].product
-    whole = [part.index for part in parts if part.product is product] == list(range(len(product.widths)))
-    return product if whole and isinstance(product, CpuGroup) else None
+    product = whole_product(module, names if hasattr(module, names[0]) else (other,))
+    return product if isinstance(product, CpuGroup) else None
 
 
 def _same(actual: Tensor, expected: Tensor) -> bool:

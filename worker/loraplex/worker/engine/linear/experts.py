@@ -10,7 +10,7 @@ else is in the batch; panels' have not. Routers' products are computed by panels
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, ref
 
 import torch
@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 from loraplex.contracts.artifacts.base_modules import ROUTERS
 from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.worker.engine.linear.layouts import panels, panels_work
-from loraplex.worker.engine.lora.base_layers import ExpertAdapters
+
+if TYPE_CHECKING:  # numba is there only where the CPU computes
+    from loraplex.worker.engine.lora.cpu import CpuExperts
 
 
 def expert_tensors(model: nn.Module) -> dict[str, ExpertSizes]:
@@ -59,7 +61,7 @@ def _tensors(module: Any) -> tuple[str, str]:
 class PanelExperts:
     """The experts of a layer; called as transformers' module is. `adapters` are those on them, where there are any."""
 
-    adapters: ExpertAdapters | None = None
+    adapters: CpuExperts | None = None
 
     def __init__(self, module: Any, compute: torch.dtype) -> None:
         """Take the weights out of a module, one expert after the other."""

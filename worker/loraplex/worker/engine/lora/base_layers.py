@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakMethod
 
 import safetensors
@@ -149,26 +149,8 @@ class FusedPart(nn.Module):
         return not self._forward_hooks and not self._forward_pre_hooks
 
     def sum_by(self, add: Callable[[Tensor], Tensor]) -> None:
-        """See SummedPart."""
+        """Let the product return what `add` makes of it."""
         self.product.add = add
-
-
-class ExpertAdapters(Protocol):
-    """The adapters on a layer's experts, as the experts ask for them; `products` are 0, up, and 1, down."""
-
-    @property
-    def adapts(self) -> bool:
-        """Tell whether a row of the step has an adapter, and an adapter in a slot is on these experts."""
-
-    def sort(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pairs of a token and an expert in the order in which they are computed.
-
-        experts [tokens, experts of a token]; returned are the expert of each pair, and its place among the pairs as
-        they come, both [pairs]. `add` takes rows in this order.
-        """
-
-    def add(self, product: int, x: Tensor, y: Tensor) -> None:
-        """Add each pair's adapter to y [pairs, out_features], the experts' own product of x [pairs, in_features]."""
 
 
 # Number of a weight's rows that are cast to float32 at once: larger pieces stay in the process's heap.
@@ -206,6 +188,17 @@ class LoadedBase:
         """Return what adapters may change on this device: CUDA's kernels leave the ends as they are."""
         layers = {**self.linears, **self.experts, **(self.ends if self.device.type == "cpu" else {})}
         return layers if self.split is None else {name: self.split.whole[name] for name in layers}
+
+
+def whole_product(module: Any, names: Sequence[str]) -> FusedProduct | None:
+    """Return the product of a module's layers of these names, in this order; None where they are no whole product."""
+    layers = [getattr(module, name, None) for name in names]
+    parts = [layer for layer in layers if isinstance(layer, FusedPart) and layer.is_plain]
+    if not parts or len(parts) < len(layers):
+        return None
+    product = parts[0].product
+    whole = [part.index for part in parts if part.product is product] == list(range(len(product.widths)))
+    return product if whole else None
 
 
 class ModelLayers:

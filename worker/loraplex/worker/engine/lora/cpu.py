@@ -192,7 +192,7 @@ def _fill_lines(lines: NDArray[np.int64], pair: LoraPair | None) -> None:
 
 
 class CpuExperts:
-    """Implements loraplex.worker.engine.lora.base_layers.ExpertAdapters.
+    """The adapters on a layer's experts, as the experts ask for them; `products` are 0, up, and 1, down.
 
     The rows of its groups are pairs of a token and an expert, sorted by expert and slot.
     """
@@ -215,11 +215,15 @@ class CpuExperts:
 
     @property
     def adapts(self) -> bool:
-        """See ExpertAdapters."""
+        """Tell whether a row of the step has an adapter, and an adapter in a slot is on these experts."""
         return bool(self._step.segments) and any(group.used for group in self.groups)
 
     def sort(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """See ExpertAdapters."""
+        """Return the pairs of a token and an expert in the order in which they are computed.
+
+        experts [tokens, experts of a token]; returned are the expert of each pair, and its place among the pairs as
+        they come, both [pairs]. `add` takes rows in this order.
+        """
         slots, counts = zip(*self._step.rows, strict=True)
         # One more than each pair's slot, so that none, -1, is counted as well.
         of_pairs = np.repeat(np.repeat(np.array(slots) + 1, counts), experts.shape[1])
@@ -231,7 +235,7 @@ class CpuExperts:
         return keys // several, order
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
-        """See ExpertAdapters."""
+        """Add each pair's adapter to y [pairs, out_features], the experts' own product of x [pairs, in_features]."""
         self.groups[product].add_adapters(x.contiguous(), y)
 
 

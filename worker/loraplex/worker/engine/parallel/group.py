@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,19 +150,12 @@ class SplitModel:
         return handles
 
 
-@runtime_checkable
-class SummedPart(Protocol):
-    """A layer whose product kernels compute without calling the layer."""
-
-    def sum_by(self, add: Callable[[Tensor], Tensor]) -> None:
-        """Let the product return what `add` makes of it."""
-
-
-def _add(module: nn.Module, group: RankGroup) -> list[RemovableHandle]:
-    if isinstance(module, SummedPart):
+def _add(module: Any, group: RankGroup) -> list[RemovableHandle]:
+    if hasattr(module, "sum_by"):  # kernels compute its product without calling the layer
         module.sum_by(group.sum)
         return []
-    return [module.register_forward_hook(lambda module, inputs, output: group.sum(output))]
+    handle: RemovableHandle = module.register_forward_hook(lambda module, inputs, output: group.sum(output))
+    return [handle]
 
 
 def _gather(group: RankGroup, count: int) -> Callable[..., Tensor]:
