@@ -16,7 +16,6 @@ is for activations in fixed point.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -332,16 +331,11 @@ def compile_linear(format_name: str, kind: str, products: int, *, scales: bool, 
     return compile_kernel(_multiply, constants | optional, INTEGERS, emitting=(weight_vectors, tiles))
 
 
-@dataclass(frozen=True)
-class KernelPlan:
-    """A kernel's way through a layer: its parameters from `direct` on, and the scratch of a thread."""
+def plan(format_name: str, columns: int, segment: int, products: int) -> tuple[tuple[int, ...], int]:
+    """Plan a layer of so many columns, of which those of a segment may have scales of their own.
 
-    integers: tuple[int, ...]
-    scratch_floats: int
-
-
-def plan(format_name: str, columns: int, segment: int, products: int) -> KernelPlan:
-    """Plan a layer of so many columns, of which those of a segment may have scales of their own."""
+    Returns the kernel's parameters from `direct` on, and the float32 of a thread's scratch.
+    """
     unpacks = FORMATS[format_name] != (FLOAT32 if products == FLOATS else BFLOAT16)
     direct = _DIRECT_ROWS[products].get(format_name, 0)
     panel_bytes = columns * PANEL * (4 if products == FLOATS else 2)
@@ -355,7 +349,7 @@ def plan(format_name: str, columns: int, segment: int, products: int) -> KernelP
         scratch = _COPIED + copied + _GROUP_SUMS + (GROUP_PANELS * step * PANEL * 2 if unpacks else 0)
     else:
         scratch = _UNPACKED + (block * panel_bytes if unpacks else 0)
-    return KernelPlan((direct, *rows, block, scratch, panel_bytes, copied), scratch // 4)
+    return (direct, *rows, block, scratch, panel_bytes, copied), scratch // 4
 
 
 @kernel_part()

@@ -72,10 +72,12 @@ def write_copy(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         checkpoint = read_checkpoint(Path(model))
-        weights = {weight.tensor: weight for weight in read_weights(config, checkpoint).values()}
+        modules = read_weights(config, checkpoint)
+        weights = {weight.tensor: weight for weight in modules.values()}
         done: dict[str, QuantizedWeight] = {}
         if calibration is not None:
-            done = _calibrated(Path(model), config, checkpoint, target, calibration, progress)
+            rounded = calibrated_weights(Path(model), modules, target, calibration, progress)
+            done = {modules[name].tensor: weight for name, weight in rounded.items()}
             progress = _silent
         _write_tensors(unfinished, checkpoint, weights, target, done, progress)
         _copy_small_files(Path(model), unfinished)
@@ -91,20 +93,6 @@ def write_copy(
 
 def _silent(done: int, of: int) -> None:
     """Show nothing: writing takes no time beside calibrating."""
-
-
-def _calibrated(
-    model: Path,
-    config: Mapping[str, Any],
-    checkpoint: Checkpoint,
-    scheme: Quantization,
-    calibration: Calibration,
-    progress: Progress,
-) -> dict[str, QuantizedWeight]:
-    """Return the calibrated weights by the names of their tensors."""
-    weights = read_weights(config, checkpoint)
-    rounded = calibrated_weights(model, weights, scheme, calibration, progress)
-    return {weights[name].tensor: weight for name, weight in rounded.items()}
 
 
 def _write_tensors(

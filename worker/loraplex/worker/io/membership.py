@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -88,6 +88,10 @@ def _flag(flag: str, value: str) -> str:
     return f"with {flag} {value}" if value else f"without {flag}"
 
 
+# Fields of a worker's state that are its engine's, under the same names.
+_AS_IN_STATS = {one.name for one in fields(EngineStats)} & {one.name for one in fields(WorkerState)} - {"tiers"}
+
+
 def worker_state(
     worker_id: str,
     incarnation: str,
@@ -105,20 +109,12 @@ def worker_state(
         phase=phase,
         model=base.name,
         base_digest=base.digest,
-        rows_running=stats.rows_running,
-        rows_waiting=stats.rows_waiting,
+        **{name: getattr(stats, name) for name in _AS_IN_STATS},
         rows_limit=limits.rows,
         blocks_total=limits.blocks,
-        blocks_free=stats.blocks_free,
-        blocks_cached=stats.blocks_cached,
-        blocks_referenced=stats.blocks_referenced,
         slots_total=limits.adapter_slots,
-        slots_used=stats.slots_used,
-        slots_pinned=stats.slots_pinned,
-        adapters=stats.adapters,
         max_rank=limits.max_rank,
         max_tokens=min(limits.max_tokens, base.context_length),
-        steps=stats.steps,
         host=socket.gethostname(),
         pid=os.getpid(),
         engine_pid=engine_pid,

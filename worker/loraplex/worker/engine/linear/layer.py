@@ -266,14 +266,13 @@ class PanelLinear(PanelLayer):
         self._kernel = float_linear.compile_linear(
             panels.format, dtype_name(dtype), products, scales=panels.scales is not None, zeros=panels.zeros is not None
         )
-        plan = float_linear.plan(panels.format, panels.columns, panels.segment, products)
-        self._scratch_floats = plan.scratch_floats
+        own, self._scratch_floats = float_linear.plan(panels.format, panels.columns, panels.segment, products)
         self._input_dtype = torch.float32 if products == FLOATS else torch.bfloat16
         self._call = _struct(float_linear.CALL_INTEGERS)
         # The sums of a row of x: see kernels/linear.py.
         self._segments = -(-panels.columns // panels.segment)
         row_bytes = panels.columns * self._input_dtype.itemsize, self._segments * 4
-        self._integers_buffer = _integers(*self._places, *row_bytes, *plan.integers)
+        self._integers_buffer = _integers(*self._places, *row_bytes, *own)
 
     @property
     def input_dtype(self) -> torch.dtype:
