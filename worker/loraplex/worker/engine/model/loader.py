@@ -51,35 +51,20 @@ from loraplex.worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 # transformers' own generate.
 SUPPORTED = frozenset(family.architecture for family in FAMILIES.values())
 
-_OWN_ATTENTION = "it has its own attention code, which transformers cannot replace"
-_STATE = "it keeps a recurrent state, which this engine does not support"
 _MASK = "its window or chunks are in the attention mask alone, which this engine does not build"
-_SHAPES = "its layers share keys and values, or differ in their size"
 # Why each was refused that was tried; others were not tried.
-WHY_REFUSED = {
-    "BloomForCausalLM": _OWN_ATTENTION,
-    "CodeGenForCausalLM": _OWN_ATTENTION,
-    "DiffLlamaForCausalLM": "it attends twice in a layer",
-    "FalconForCausalLM": _OWN_ATTENTION,
-    "FalconH1ForCausalLM": _STATE,
-    "FalconMambaForCausalLM": _STATE,
-    "GPTJForCausalLM": _OWN_ATTENTION,
-    "GPTNeoForCausalLM": _OWN_ATTENTION,
-    "GPTNeoXJapaneseForCausalLM": _OWN_ATTENTION,
-    "Gemma3nForCausalLM": _SHAPES,
-    "Gemma4ForCausalLM": _SHAPES,
-    "GraniteMoeHybridForCausalLM": _STATE,
-    "JambaForCausalLM": _STATE,
-    "Lfm2ForCausalLM": _STATE,
-    "Llama4ForCausalLM": _MASK,
-    "Mamba2ForCausalLM": _STATE,
-    "MambaForCausalLM": _STATE,
-    "MiniMaxForCausalLM": _STATE,
-    "MptForCausalLM": _OWN_ATTENTION,
-    "PhimoeForCausalLM": _MASK,
-    "Qwen3NextForCausalLM": _STATE,
-    "XGLMForCausalLM": _OWN_ATTENTION,
-}
+_REASONS = {
+    "it has its own attention code, which transformers cannot replace": (
+        "Bloom", "CodeGen", "Falcon", "GPTJ", "GPTNeo", "GPTNeoXJapanese", "Mpt", "XGLM",
+    ),
+    "it attends twice in a layer": ("DiffLlama",),
+    "it keeps a recurrent state, which this engine does not support": (
+        "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "Lfm2", "Mamba2", "Mamba", "MiniMax", "Qwen3Next",
+    ),
+    "its layers share keys and values, or differ in their size": ("Gemma3n", "Gemma4"),
+    _MASK: ("Llama4", "Phimoe"),
+}  # fmt: skip
+WHY_REFUSED = {f"{name}ForCausalLM": why for why, names in _REASONS.items() for name in names}
 
 # Fields that, where they are set, change what a token may see: (architecture or all of them, field, why).
 _FIELDS_REFUSED = (
