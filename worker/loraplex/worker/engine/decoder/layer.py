@@ -159,21 +159,14 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionForm:
-    """The form of a layer's attention; `call` holds all but the step's own queries, keys and values."""
-
-    heads: Heads
-    call: LayerCall
-    rotates: bool
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A decoder layer."""
+    """A decoder layer; `attention` holds all of its call but the step's own queries, keys and values."""
 
     before: Norm
     qkv: CpuGroup
-    attention: AttentionForm
+    heads: Heads
+    attention: LayerCall
+    rotates: bool
     o: CpuGroup
     between: Norm
     mlp: Mlp
@@ -186,14 +179,14 @@ class DecoderLayer:
     @property
     def widths(self) -> tuple[object, ...]:
         """Return the widths of its rows: layers with the same can share memory."""
-        heads = self.attention.heads
+        heads = self.heads
         attended = heads.heads, heads.kv_heads, heads.key_dim, heads.value_dim
         return *((group.in_features, group.width) for group in self.groups), attended
 
     def run(self, x: Tensor, rotation: Rotation, step: AttentionStep, plan: CpuPlan, arena: Arena) -> Tensor:
         """Compute rows x [tokens, columns] of a step."""
         cache = step.cache
-        to = None if cache.scales else Slots(step.slot_mapping, *cache.slots[self.attention.call.layer])
+        to = None if cache.scales else Slots(step.slot_mapping, *cache.slots[self.attention.layer])
         call = self.call(self.project(x, rotation, arena, to))
         if cache.scales:
             plan.quantize(call, step.slot_mapping, cache)
@@ -203,20 +196,20 @@ class DecoderLayer:
 
     def attended(self, x: Tensor, arena: Arena) -> Tensor:
         """Return memory for what the heads of rows x attend to: [rows, heads, value_dim]."""
-        heads = self.attention.heads
-        return arena.rows("attended", x, heads.heads * heads.value_dim).view(len(x), heads.heads, heads.value_dim)
+        heads, dim = self.heads.heads, self.heads.value_dim
+        return arena.rows("attended", x, heads * dim).view(len(x), heads, dim)
 
     def project(self, x: Tensor, rotation: Rotation, arena: Arena, to: Slots | None = None) -> Tensor:
         """Return the rows' queries, keys and values, rotated, side by side; keys and values go to their slots."""
         normed = arena.rows("normed", x, x.shape[1])
         arena.operators.norm(x, self.before, normed)
         qkv = arena.multiply("qkv", self.qkv, normed)
-        arena.operators.rotate(qkv, self.attention.heads, rotation if self.attention.rotates else None, to)
+        arena.operators.rotate(qkv, self.heads, rotation if self.rotates else None, to)
         return qkv
 
     def call(self, qkv: Tensor) -> LayerCall:
         """Return the layer's call of its attention."""
-        heads, of = self.attention.heads, self.attention.call
+        heads, of = self.heads, self.attention
         first, tokens, row = qkv.storage_offset(), len(qkv), qkv.stride(0)
         values = first + (heads.heads + heads.kv_heads) * heads.key_dim
         query = qkv.as_strided((tokens, heads.heads, heads.key_dim), (row, heads.key_dim, 1), first)

@@ -33,7 +33,6 @@ from loraplex.worker.engine.attention.cpu import CpuPlan
 from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache, LayerCall
 from loraplex.worker.engine.decoder.layer import (
     Arena,
-    AttentionForm,
     DecoderLayer,
     Heads,
     Mlp,
@@ -389,7 +388,7 @@ def _layer_of(
     sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
     form = replace(asked, query=nothing, key=nothing, value=nothing, sinks=sinks)
     for rotates in (True, False):
-        layer = DecoderLayer(before, qkv, AttentionForm(heads, form, rotates), o, between, mlp)
+        layer = DecoderLayer(before, qkv, heads, form, rotates, o, between, mlp)
         computed = layer.call(layer.project(call.hidden[0], rotation, arena))
         # The ranks of a split model see other heads, and have to finish the layer together.
         if agree(all(_same(getattr(computed, part), getattr(asked, part)) for part in ("query", "key", "value"))):
