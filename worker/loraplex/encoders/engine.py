@@ -28,15 +28,12 @@ from loraplex.worker.engine.lora.cpu import CpuLayers
 from loraplex.worker.engine.lora.weights import AdapterWeights, PackedAdapter, adapter_cache
 from loraplex.worker.engine.model.encoding import NO_CLASSIFIER, pooled, to_vector
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
-from loraplex.worker.engine.scheduling.admission import RunningSequences
-from loraplex.worker.engine.scheduling.blocks import BlockManager
 from loraplex.worker.engine.scheduling.scheduler import SequenceScheduler
-from loraplex.worker.engine.scheduling.sequence import OUT_OF_MEMORY, SequenceState, output_of
+from loraplex.worker.engine.scheduling.sequence import OUT_OF_MEMORY, output_of
 from loraplex.worker.engine.scheduling.sequence import Sequence as Text
 from loraplex.worker.engine_api import (
     EngineConfig,
     EngineLimits,
-    EngineStats,
     Failure,
     NewSequence,
     Output,
@@ -66,8 +63,6 @@ class EncoderScheduler(SequenceScheduler):
         self._step_tokens = step_tokens
         # Falls when a step runs out of memory, and rises again with every step that does not.
         self._ceiling = step_tokens
-        # Over no blocks: a text keeps nothing from step to step.
-        self._running = RunningSequences(BlockManager(0, limits.block_size), self._waiting, adapters, self._shares)
 
     def add_sequence(self, spec: NewSequence) -> None:
         """See SequenceScheduler."""
@@ -120,22 +115,6 @@ class EncoderScheduler(SequenceScheduler):
         for sequence in batch:
             self._running.preempt(sequence)
         return []
-
-    def stats(self) -> EngineStats:
-        """See SequenceScheduler."""
-        return self._stats(len(self._running), self._running.preemptions)
-
-    def check(self) -> None:
-        """See SequenceScheduler."""
-        self._running.check()
-
-    def _end(self, sequence: Text) -> None:
-        if sequence.state is SequenceState.RUNNING:
-            self._running.stop(sequence)
-            sequence.move_to(SequenceState.ENDED)
-        else:
-            self._waiting.leave(sequence)
-        del self._sequences[sequence.sequence_id]
 
 
 class EncoderRunner:

@@ -122,21 +122,24 @@ class SequenceScheduler(ABC):
     `on_begun` is called with a sequence's id before anything is computed of it.
     """
 
-    # The KV cache's blocks; None without a KV cache.
-    blocks: BlockManager | None = None
-
     def __init__(
         self,
         limits: EngineLimits,
         adapters: AdapterCache[Any],
         on_begun: Callable[[str], None],
         run_tokens: int = RUN_TOKENS,
+        blocks: BlockManager | None = None,
     ) -> None:
         self.limits = limits
+        # The KV cache's blocks; None without a KV cache.
+        self.blocks = blocks
         self._adapters = adapters
         self._on_begun = on_begun
         self._shares = RowShares(run_tokens)
         self._waiting = WaitingSequences(adapters, self._shares)
+        self._running = RunningSequences(
+            blocks or BlockManager(0, limits.block_size), self._waiting, adapters, self._shares
+        )
         self._sequences: dict[str, Sequence] = {}
         # Counts since the start; see EngineStats.
         self._taken = self._steps = self._computed_tokens = self._prefix_queries = self._prefix_hits = 0
@@ -149,17 +152,19 @@ class SequenceScheduler(ABC):
     def has_work(self) -> bool:
         """Tell whether the next step would do anything now."""
 
-    @abstractmethod
-    def stats(self) -> EngineStats:
-        """Return what is held now."""
-
-    @abstractmethod
     def check(self) -> None:
         """Raise an integrity error unless exactly the running sequences hold blocks and pins. Takes time O(blocks)."""
+        self._running.check()
 
-    @abstractmethod
     def _end(self, sequence: Sequence) -> None:
         """Forget a sequence, and free all that it holds."""
+        if sequence.state in (SequenceState.RUNNING, SequenceState.ARRIVED):
+            if sequence.state is SequenceState.RUNNING:
+                self._running.stop(sequence)
+            sequence.move_to(SequenceState.ENDED)
+        else:
+            self._waiting.leave(sequence)
+        del self._sequences[sequence.sequence_id]
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds; unknown ids are ignored."""
@@ -207,11 +212,12 @@ class SequenceScheduler(ABC):
                 self._prefix_queries += len(sequence.ids)
                 self._prefix_hits += sequence.computed
 
-    def _stats(self, rows_running: int, preemptions: int) -> EngineStats:
+    def stats(self) -> EngineStats:
+        """Return what is held now."""
         slots, blocks = self._adapters.slots, self.blocks
         return EngineStats(
             steps=self._steps,
-            rows_running=rows_running,
+            rows_running=len(self._running),
             rows_waiting=len(self._waiting),
             blocks_free=self.limits.blocks if blocks is None else blocks.free,
             blocks_cached=0 if blocks is None else blocks.cached,
@@ -223,7 +229,7 @@ class SequenceScheduler(ABC):
             adapter_hits=self._waiting.hits,
             adapter_misses=self._waiting.misses,
             tiers=self._adapters.tiers,
-            preemptions=preemptions,
+            preemptions=self._running.preemptions,
             computed_tokens=self._computed_tokens,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
@@ -251,14 +257,12 @@ class Scheduler(SequenceScheduler):
         run_tokens: int = RUN_TOKENS,
         grammars: GrammarThread | None = None,
     ) -> None:
-        super().__init__(limits, adapters, on_begun, run_tokens)
+        super().__init__(limits, adapters, on_begun, run_tokens, BlockManager(limits.blocks, limits.block_size))
         # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
         self.step_tokens = max(step_tokens, limits.rows)
-        self.blocks = BlockManager(limits.blocks, limits.block_size)
         self._end_ids = frozenset(end_token_ids)
         self._grammars = grammars
         self._chunk_sizer = chunk_sizer
-        self._running = RunningSequences(self.blocks, self._waiting, adapters, self._shares)
         self._ceilings = MemoryCeilings(limits)
         self._complete: list[Output] = []
 
@@ -421,14 +425,6 @@ class Scheduler(SequenceScheduler):
         alone = self._ceilings.lower(batch, self._running)
         return self.fail([alone.sequence_id], OUT_OF_MEMORY) if alone else []
 
-    def stats(self) -> EngineStats:
-        """See SequenceScheduler."""
-        return self._stats(len(self._running), self._running.preemptions)
-
-    def check(self) -> None:
-        """See SequenceScheduler."""
-        self._running.check()
-
     def _chunk_budget(self, decodes: list[int], singles: int, prefilling: int) -> ChunkBudget:
         tokens = min(self.step_tokens - singles, self._ceilings.chunk_tokens)
         if self._chunk_sizer is None:
@@ -438,15 +434,9 @@ class Scheduler(SequenceScheduler):
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
-            self._running.stop(sequence)
-            sequence.move_to(SequenceState.ENDED)
             self._ceilings.lift()
-        elif sequence.state is SequenceState.ARRIVED:
-            if self._grammars is not None:
-                self._grammars.withdraw(sequence.sequence_id)
-            sequence.move_to(SequenceState.ENDED)
-        else:
-            self._waiting.leave(sequence)
-        del self._sequences[sequence.sequence_id]
+        elif sequence.state is SequenceState.ARRIVED and self._grammars is not None:
+            self._grammars.withdraw(sequence.sequence_id)
+        super()._end(sequence)
         if not self._sequences and self.blocks.referenced:
             raise BlockIntegrityError(f"{self.blocks.referenced} blocks are referenced by no sequence")
