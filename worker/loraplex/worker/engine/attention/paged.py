@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -164,6 +164,21 @@ class AttentionStep:
             keys.index_copy_(0, self.slot_mapping, call.key)
             values.index_copy_(0, self.slot_mapping, call.value)
         return self.plan.attend(call, self.cache)
+
+
+class RandomAttention:
+    """A step of random attention, in passes that find out what a model computes; keeps what it was asked and gave."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[LayerCall, Tensor]] = []
+        self._generator = torch.Generator().manual_seed(0)
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See StepAttention."""
+        attended = torch.randn(*call.query.shape[:2], call.value.shape[-1], generator=self._generator).to(call.query)
+        copied = replace(call, query=call.query.clone(), key=call.key.clone(), value=call.value.clone())
+        self.calls.append((copied, attended))
+        return attended
 
 
 class AttentionContext:

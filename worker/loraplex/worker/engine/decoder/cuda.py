@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, LayerCall
+from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, LayerCall, RandomAttention
 from loraplex.worker.engine.decoder.residuals import (
     NormForm,
     NormKernel,
@@ -283,19 +283,6 @@ def gate_of(module: nn.Module, dtype: torch.dtype) -> str | None:
     return next((name for name, bend in _GATES.items() if equal(computed, probe.down_proj(bend(gate) * up))), None)
 
 
-class _Observer:
-    """A step of random attention, which keeps the last call."""
-
-    call: LayerCall
-    attended: Tensor
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """See StepAttention."""
-        self.call = call
-        self.attended = torch.randn(*call.query.shape[:2], call.value.shape[-1]).to(call.query.dtype)
-        return self.attended
-
-
 _PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
 
 
@@ -330,7 +317,7 @@ def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype)
     probe._modules |= {name: norm for name, (norm, _) in zip(_NORMS, probed, strict=False)}
     generator = torch.Generator().manual_seed(1)
     x, cos, sin = (torch.randn(_TOKENS, size, generator=generator).to(dtype) for size in (_FEATURES, dim, dim))
-    observer, context = _Observer(), module.attention_context
+    observer, context = RandomAttention(), module.attention_context
     # Some models multiply queries by what depends on how late they are.
     late = torch.tensor([[0, 1, 7, 100_000, 1_000_000]])
     assert isinstance(context, AttentionContext)
@@ -341,7 +328,9 @@ def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype)
             )
     except (AttributeError, RuntimeError, TypeError, ValueError):  # it takes something else
         return None
-    nothing, call = x.new_empty(0), observer.call
+    if len(observer.calls) != 1:
+        return None
+    nothing, (call, attended) = x.new_empty(0), observer.calls[0]
     form = RotaryForm(
         replace(call, query=nothing, key=nothing, value=nothing), heads, keys // dim, dim, call.value.shape[-1], norms
     )
@@ -355,7 +344,7 @@ def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype)
         first, second = part.chunk(2, -1)
         return part * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
-    same = call.sinks is None and equal(computed[0], probe.o_proj(observer.attended.flatten(1))[None])
+    same = call.sinks is None and equal(computed[0], probe.o_proj(attended.flatten(1))[None])
     same = same and equal(call.query, rotated(expected.query)) and equal(call.key, rotated(expected.key))
     return form if same and equal(call.value, expected.value) else None
 

@@ -18,7 +18,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from loraplex.kernels.program import Program, as_integers, can_run
 from loraplex.kernels.threads import ThreadCall, recorded_calls
 from loraplex.worker.engine.attention.cpu import CpuPlan
-from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache, LayerCall
+from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache, LayerCall, RandomAttention
 from loraplex.worker.engine.decoder.layer import (
     Arena,
     DecoderLayer,
@@ -231,49 +231,33 @@ class ObservedLayer:
     module: Any
     hidden: Tensor
     named: dict[str, Any]
+    attention: list[tuple[LayerCall, Tensor]]
     out: Any = None
-    attention: list[tuple[LayerCall, Tensor]] = field(default_factory=list)
-
-
-class _Observer:
-    """A step of random attention, which keeps what layers ask of it."""
-
-    def __init__(self) -> None:
-        self.calls: list[ObservedLayer] = []
-        self._generator = torch.Generator().manual_seed(0)
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """See StepAttention."""
-        heads, dim = call.query.shape[1], call.value.shape[-1]
-        attended = torch.randn(len(call.query), heads, dim, generator=self._generator).to(call.query.dtype)
-        if self.calls:
-            copied = replace(call, query=call.query.clone(), key=call.key.clone(), value=call.value.clone())
-            self.calls[-1].attention.append((copied, attended))
-        return attended
 
 
 def observe_layers(model: Any, context: AttentionContext, length: int) -> list[ObservedLayer]:
     """Return the calls of the decoder layers in a pass of a few tokens, at positions from 0 to `length` - 1."""
-    observer = _Observer()
+    observer, calls = RandomAttention(), list[ObservedLayer]()
     # The last ones too: some models multiply queries by what depends on how late they are.
     positions = torch.linspace(0, length - 1, _TOKENS).long()
     positions[1] = 1 % length
     ids = torch.randint(model.config.vocab_size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    with context.during(observer), _watching(model, observer.calls):
+    with context.during(observer), _watching(model, observer, calls):
         model(
             input_ids=ids,
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=torch.tensor([0]),
         )
-    return observer.calls
+    return calls
 
 
 @contextmanager
-def _watching(model: Any, calls: list[ObservedLayer]) -> Iterator[None]:
+def _watching(model: Any, observer: RandomAttention, calls: list[ObservedLayer]) -> Iterator[None]:
     def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = arguments[0] if arguments else named["hidden_states"]
-        calls.append(ObservedLayer(module, hidden, named))
+        observer.calls = []
+        calls.append(ObservedLayer(module, hidden, named, observer.calls))
 
     def after(module: nn.Module, arguments: Any, out: Any) -> None:
         calls[-1].out = out

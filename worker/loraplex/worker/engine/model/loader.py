@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from loraplex.contracts.artifacts import ArtifactError, parse_object
@@ -21,7 +21,7 @@ from loraplex.contracts.artifacts.encoders import ROPE_TYPES
 from loraplex.contracts.artifacts.families import FAMILIES, KvShape
 from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, stored_scheme
 from loraplex.worker.engine.attention import paged
-from loraplex.worker.engine.attention.paged import AttentionContext, LayerCall
+from loraplex.worker.engine.attention.paged import AttentionContext, RandomAttention
 from loraplex.worker.engine.device import available_bytes, dtype_name, return_freed_memory
 from loraplex.worker.engine.linear.experts import expert_tensors, lay_out_experts
 from loraplex.worker.engine.linear.layouts import (
@@ -102,36 +102,23 @@ def _rope_types(config: Mapping[str, Any]) -> list[str]:
     return types
 
 
-class _ShapeProbe:
-    """Records each layer's (KV heads, key size, value size) in place of attending."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int]] = {}
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Return zeros; see StepAttention."""
-        tokens, kv_heads, key_dim = call.key.shape
-        value_dim = call.value.shape[-1]
-        self.shapes[call.layer] = kv_heads, key_dim, value_dim
-        return call.query.new_zeros(tokens, call.query.shape[1], value_dim)
-
-
 @torch.inference_mode()
 def probe_kv_shape(module: Any, attention: AttentionContext, device: torch.device) -> KvShape:
     """Compute one token to see which keys and values the layers make. Raises ModelUnusableError where they
     differ, or the model computes nothing.
     """
-    probe = _ShapeProbe()
+    probe = RandomAttention()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with attention.during(probe):
         try:
             module(input_ids=zero, position_ids=zero, use_cache=False, logits_to_keep=zero[0])
         except RuntimeError as error:  # sizes of its config contradict each other
             raise ModelUnusableError(f"this model can't compute a token: {' '.join(str(error).split())}") from error
-    shapes = set(probe.shapes.values())
-    if sorted(probe.shapes) != list(range(len(probe.shapes))) or len(shapes) != 1:
+    of_layers = {call.layer: (*call.key.shape[1:], call.value.shape[-1]) for call, _ in probe.calls}
+    shapes = set(of_layers.values())
+    if sorted(of_layers) != list(range(len(of_layers))) or len(shapes) != 1:
         raise ModelUnusableError("the layers of this model differ in the shape of their keys and values")
-    return KvShape(len(probe.shapes), *shapes.pop())
+    return KvShape(len(of_layers), *shapes.pop())
 
 
 _log = logging.getLogger(__name__)
