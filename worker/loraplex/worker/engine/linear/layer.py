@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import abstractmethod
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any
@@ -188,12 +187,17 @@ class PanelLayer(nn.Module):
     _kernel: Any
     _call: Struct
     _integers_buffer: bytes
+    # The bytes that a row takes beside the threads' scratch, and the float32 of a thread's.
+    _row_bytes: int
+    _scratch_floats: int
 
     def __init__(self, linear: AnyLinear, dtype: torch.dtype, panels: Panels) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._dtype = dtype
+        # The dtype of `multiply_into`'s inputs.
+        self.input_dtype = dtype
         self._panels = panels
         self._missing = panels.columns - self.in_features
         # The kernels' parameters `columns` to `y_size`: the memory stays where it is.
@@ -217,11 +221,6 @@ class PanelLayer(nn.Module):
         return y
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        """Return the dtype of `multiply_into`'s inputs."""
-        return self._dtype
-
-    @property
     def takes_rows(self) -> bool:
         """Tell whether rows are multiplied as they are; others are padded to whole units of the weight first."""
         return self._panels.columns == self.in_features
@@ -235,20 +234,24 @@ class PanelLayer(nn.Module):
         assert x.dtype == self.input_dtype, "the dtype that the kernel is compiled for"
         self._multiply(x, len(x), y)
 
-    @abstractmethod
-    def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
-        """Run the kernel: x [rows, columns] and y [rows, out_features], both contiguous."""
+    def _own(self, rows: int) -> tuple[int, ...]:
+        """Return the kernel's last parameters of a call with so many rows."""
+        return ()
 
-    def _run(self, x: Tensor, rows: int, y: Tensor, scratch: int, *own: int) -> None:
-        """Call the kernel in all threads; `own` are the kernel's own parameters of a call."""
+    def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
+        """Call the kernel in all threads: x [rows, columns] and y [rows, out_features], both contiguous."""
+        x = x.to(self.input_dtype)
         _scratch.counters[:] = 0
         threads, panels = torch.get_num_threads(), self._panels.count
         tasks = min(panels, threads * _TASKS_PER_THREAD)
         if rows > tiles.ROWS and self._panels.columns > float_linear.WIDE_COLUMNS:
             # Each task copies all rows.
             tasks = min(tasks, max(1, panels // (float_linear.GROUP_PANELS * threads)) * threads)
-        call = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, scratch
-        run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._integers_buffer)
+        # Threads write to their scratch all the time: it shares no cache line with other memory.
+        before = -(-rows * self._row_bytes // _LINE) * _LINE
+        memory = _scratch.workspace.address(before // 4 + threads * self._scratch_floats)
+        call = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, memory + before, memory
+        run_on_all_threads(self._kernel.address, self._call.pack(*call, *self._own(rows)) + self._integers_buffer)
 
 
 class PanelLinear(PanelLayer):
@@ -267,22 +270,12 @@ class PanelLinear(PanelLayer):
             panels.format, dtype_name(dtype), products, scales=panels.scales is not None, zeros=panels.zeros is not None
         )
         own, self._scratch_floats = float_linear.plan(panels.format, panels.columns, panels.segment, products)
-        self._input_dtype = torch.float32 if products == FLOATS else torch.bfloat16
+        self.input_dtype = torch.float32 if products == FLOATS else torch.bfloat16
         self._call = _struct(float_linear.CALL_INTEGERS)
         # The sums of a row of x: see kernels/linear.py.
-        self._segments = -(-panels.columns // panels.segment)
-        row_bytes = panels.columns * self._input_dtype.itemsize, self._segments * 4
-        self._integers_buffer = _integers(*self._places, *row_bytes, *own)
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        """See PanelLayer."""
-        return self._input_dtype
-
-    def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
-        before = -(-rows * self._segments * 4 // _LINE) * _LINE
-        memory = _scratch.workspace.address(before // 4 + torch.get_num_threads() * self._scratch_floats)
-        self._run(x.to(self._input_dtype), rows, y, memory + before, memory)
+        self._row_bytes = -(-panels.columns // panels.segment) * 4
+        x_bytes = panels.columns * self.input_dtype.itemsize
+        self._integers_buffer = _integers(*self._places, x_bytes, self._row_bytes, *own)
 
 
 def _products(panels: Panels, dtype: torch.dtype) -> int:
@@ -303,17 +296,14 @@ class FixedLinear(PanelLayer):
         self._call = _struct(fixed_linear.CALL_INTEGERS)
         segments = -(-panels.columns // panels.segment)
         # The bytes of a row in fixed point, and of its factors and sums.
-        self._row_bytes = panels.columns * 2, segments * 8
+        row_bytes = panels.columns * 2, segments * 8
+        self._row_bytes, self._scratch_floats = sum(row_bytes), fixed_linear.scratch_floats()
         self._integers_buffer = _integers(
-            *(*self._places, panels.columns * dtype.itemsize, *self._row_bytes, segments * 4),
-            fixed_linear.scratch_floats() * 4,
+            *(*self._places, panels.columns * dtype.itemsize, *row_bytes, segments * 4), self._scratch_floats * 4
         )
 
-    def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
-        # Threads write to their scratch all the time: it shares no cache line with other memory.
-        before = -(-rows * sum(self._row_bytes) // _LINE) * _LINE
-        memory = _scratch.workspace.address(before // 4 + torch.get_num_threads() * fixed_linear.scratch_floats())
-        self._run(x, rows, y, memory + before, memory, fixed_linear.spread(rows))
+    def _own(self, rows: int) -> tuple[int, ...]:
+        return (fixed_linear.spread(rows),)
 
 
 def _struct(integers: str) -> Struct:
