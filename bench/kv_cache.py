@@ -13,8 +13,8 @@ import torch
 
 from bench.models import QWEN2_04B
 from loraplex.contracts.artifacts.families import INT8, KvShape
-from loraplex.worker.engine.attention.cpu import decode_plan
-from loraplex.worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
+from loraplex.worker.engine.attention.cpu import cpu_plan
+from loraplex.worker.engine.attention.paged import AttentionStep, KvCache, LayerCall, RowBlocks
 
 _ROWS, _TOKENS, _BLOCK_SIZE, _ROUNDS = 8, 1500, 16, 15
 
@@ -37,7 +37,8 @@ class _Step:
 
     def run(self) -> float:
         """Return the milliseconds of a step."""
-        plan = decode_plan(self._tables, [_TOKENS] * _ROWS, self._cache)
+        rows = [RowBlocks(_TOKENS, 1, table[: _TOKENS // _BLOCK_SIZE + 1]) for table in self._tables]
+        plan = cpu_plan(rows, self._cache)
         step, scaling = AttentionStep(self._cache, self._slots, plan), self._query.shape[-1] ** -0.5
         start = time.perf_counter()
         for layer in range(QWEN2_04B.layers):

@@ -216,15 +216,6 @@ class CpuPlan:
         return _Tasks(lines, lines.ctypes.data, *most)
 
 
-def decode_plan(tables: Ids[Ids[int]], positions: Ids[int], cache: KvCache) -> CpuPlan:
-    """Lay out a step of one token for each block table, at these positions."""
-    rows = [
-        RowBlocks(position, 1, table[: position // cache.block_size + 1])
-        for table, position in zip(tables, positions, strict=True)
-    ]
-    return cpu_plan(rows, cache)
-
-
 def cpu_plan(rows: Ids[RowBlocks], cache: KvCache) -> CpuPlan:
     """Lay out the attention of a step's rows."""
     tables: list[int] = []

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex.worker.engine.attention.paged import AttentionPlan, AttentionStep, KvCache
+from loraplex.worker.engine.attention.paged import AttentionPlan, AttentionStep, KvCache, RowBlocks
 from loraplex.worker.engine.device import upload
 from loraplex.worker.engine.lora.weights import AdapterLayers
 from loraplex.worker.engine.model.encoding import Encoding
@@ -125,9 +125,11 @@ class DecodeBuffers:
             from loraplex.worker.engine.attention.cuda import DecodeRows, TritonPlan  # Triton is there only with CUDA
 
             return TritonPlan(DecodeRows(tables, positions), None)
-        from loraplex.worker.engine.attention.cpu import decode_plan  # and numba only where the CPU computes
+        from loraplex.worker.engine.attention.cpu import cpu_plan  # and numba only where the CPU computes
 
-        return decode_plan(tables.tolist(), positions.tolist(), self._cache)
+        pairs = zip(positions.tolist(), tables.tolist(), strict=True)
+        blocks = self._cache.block_size
+        return cpu_plan([RowBlocks(at, 1, table[: at // blocks + 1]) for at, table in pairs], self._cache)
 
 
 def padded_sizes(rows: int) -> tuple[int, ...]:
