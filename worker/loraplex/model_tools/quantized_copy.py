@@ -25,7 +25,7 @@ from loraplex.contracts.artifacts.checkpoint import Checkpoint, read_checkpoint
 from loraplex.contracts.artifacts.families import FAMILIES
 from loraplex.contracts.artifacts.quantization import EIGHTHS, Quantization, calibrated_name, parse_quantization
 from loraplex.model_tools.calibration import EIGHT_BITS, Calibration, calibrated_weights
-from loraplex.worker.engine.quantized.stored import open_tensors
+from loraplex.worker.engine.quantized.stored import open_slices
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize_tensor
 
 # Maximum bytes of a file of the copy; so much of it is in memory at once.
@@ -114,9 +114,9 @@ def _write_tensors(
         placed.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    with open_tensors(checkpoint) as read:
+    with open_slices(checkpoint, mapped=False) as slices:
         for number, name in enumerate(checkpoint.tensors, 1):
-            new, weight = {name: read(name)}, weights.get(name)
+            new, weight = {name: slices[name][...]}, weights.get(name)
             if weight is not None and weight.scheme(scheme) is not None:
                 parts = stored_tensors(done.get(name) or quantize_tensor(new[name], weight, scheme))
                 layer = name.removesuffix(".weight")

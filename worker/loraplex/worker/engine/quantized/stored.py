@@ -13,7 +13,7 @@ gptq                 words hold 4 or 8 columns of an output, zero points 4 or 8 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -47,24 +47,13 @@ from loraplex.worker.engine_api import ModelUnusableError
 # The place of output i of eight in an AWQ word.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
-ReadTensor = Callable[[str], Tensor]
-
-
-@contextlib.contextmanager
-def open_tensors(checkpoint: Checkpoint) -> Iterator[ReadTensor]:
-    """Open a checkpoint's files; yields a function that reads a tensor by its name."""
-    with open_slices(checkpoint, mapped=False) as slices:
-
-        def read(name: str) -> Tensor:
-            tensor: Tensor = slices[name][...]
-            return tensor
-
-        yield read
+# Slices of safetensors, by name, of tensors that are not read yet.
+Slices = Mapping[str, Any]
 
 
 @contextlib.contextmanager
 def open_slices(checkpoint: Checkpoint, *, mapped: bool) -> Iterator[dict[str, Any]]:
-    """Open a checkpoint's files; yields safetensors' slices, by name, of tensors that are not read yet.
+    """Open a checkpoint's files; yields the slices of their tensors.
 
     Tensors of `mapped` files share the system's pages, which stay until the last of these tensors is gone; others are
     read into memory of their own.
@@ -76,18 +65,18 @@ def open_slices(checkpoint: Checkpoint, *, mapped: bool) -> Iterator[dict[str, A
         yield {name: files[path].get_slice(name) for name, (path, _) in checkpoint.tensors.items()}
 
 
-def read_weight(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
-    """Read a quantized weight; `read` gives a tensor by its name."""
+def read_weight(stored: StoredWeight, slices: Slices) -> QuantizedWeight:
+    """Read a quantized weight."""
     if stored.scheme.method is Method.COMPRESSED_TENSORS:
-        return _compressed(stored, read)
-    return _transposed(stored, read)
+        return _compressed(stored, slices)
+    return _transposed(stored, slices)
 
 
-def _compressed(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
+def _compressed(stored: StoredWeight, slices: Slices) -> QuantizedWeight:
     scheme = stored.scheme.quantization
     out_features, in_features = stored.out_features, stored.in_features
-    codes = read(stored.codes)
-    zeros = None if stored.zeros is None else read(stored.zeros)
+    codes = slices[stored.codes][...]
+    zeros = None if stored.zeros is None else slices[stored.zeros][...]
     if stored.packed:
         codes = codes.contiguous().view(torch.uint8)[:, : in_features * scheme.bits // 8]
         # Pairs of 4 bits are as QuantizedWeight has them; bytes lose their offset.
@@ -95,26 +84,26 @@ def _compressed(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
         if zeros is not None and not stored.scheme.zeros_in_eighths:
             zeros = _fields(zeros.t(), scheme.bits)[:, :out_features].t()
             zeros = zeros * ZERO_PARTS if scheme.bits == 4 else zeros - 128
-    scales = read(stored.scales)
+    scales = slices[stored.scales][...]
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(out_features, 1)
     return _weight(stored, codes, scales, zeros)
 
 
-def _transposed(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
+def _transposed(stored: StoredWeight, slices: Slices) -> QuantizedWeight:
     scheme = stored.scheme
     bits = scheme.quantization.bits
     if scheme.method is Method.AWQ:
-        codes, zeros = (_awq_fields(read(name)) for name in (stored.codes, stored.zeros or ""))
+        codes, zeros = (_awq_fields(slices[name][...]) for name in (stored.codes, stored.zeros or ""))
         codes = codes.t()
     else:
-        codes = _fields(read(stored.codes).t(), bits)
-        zeros = _fields(read(stored.zeros or ""), bits) + (1 if scheme.zeros_less_one else 0)
+        codes = _fields(slices[stored.codes][...].t(), bits)
+        zeros = _fields(slices[stored.zeros or ""][...], bits) + (1 if scheme.zeros_less_one else 0)
     # Eight bits are stored from 0, and held from -128.
     shift = 128 if bits == 8 else 0
     codes = pack_codes(codes) if bits == 4 else (codes - shift).to(torch.int8)
     zeros = zeros * ZERO_PARTS if bits == 4 else zeros - shift
-    return _weight(stored, codes, read(stored.scales).t(), zeros.t())
+    return _weight(stored, codes, slices[stored.scales][...].t(), zeros.t())
 
 
 def _weight(stored: StoredWeight, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedWeight:
@@ -210,10 +199,10 @@ class QuantizedWeights:
         weight = self._of_end(module)
         if weight is None:
             return None
-        with open_tensors(self.checkpoint) as read:
+        with open_slices(self.checkpoint, mapped=False) as slices:
             if weight.stored is None:
-                return torch.equal(read(weight.tensor).to(dtype), values.to(dtype))
-            return equal(read_weight(weight.stored, read), quantize_weight(values, weight.stored.scheme.quantization))
+                return torch.equal(slices[weight.tensor][...].to(dtype), values.to(dtype))
+            return equal(read_weight(weight.stored, slices), quantize_weight(values, weight.stored.scheme.quantization))
 
     def rows(self, module: str, ids: Tensor) -> QuantizedWeight | None:
         """Read tokens' rows of the token embeddings or the output head; None where its weight is not quantized."""
@@ -222,7 +211,7 @@ class QuantizedWeights:
             return None
         with open_slices(self.checkpoint, mapped=True) as slices:
             if weight.stored is not None:
-                return read_weight(weight.stored, lambda name: slices[name][...]).rows(ids)
+                return read_weight(weight.stored, slices).rows(ids)
             assert self.scheme is not None
             # Each row has scales of its own.
             return quantize_weight(slices[weight.tensor][...][ids], self.scheme)
@@ -230,12 +219,10 @@ class QuantizedWeights:
     def _of_end(self, module: str) -> LinearWeight | None:
         return self.weights.get(module) or (self.embeddings if self.tied else None)
 
-    def _read(
-        self, weight: LinearWeight, slices: Mapping[str, Any], device: torch.device, split: Split | None
-    ) -> QuantizedWeight:
+    def _read(self, weight: LinearWeight, slices: Slices, device: torch.device, split: Split | None) -> QuantizedWeight:
         """Read a weight, or a rank's part of it; floats are quantized on the device."""
         if weight.stored is not None:
-            return _part(read_weight(weight.stored, lambda name: slices[name][...]), split).to(device)
+            return _part(read_weight(weight.stored, slices), split).to(device)
         assert self.scheme is not None
         tensor = slices[weight.tensor]
         if split is not None and split.outputs is not None:
