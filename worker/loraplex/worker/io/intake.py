@@ -30,7 +30,6 @@ from loraplex.worker.io.local_jobs import LocalJob, LocalJobs, LocalJobState
 from loraplex.worker.io.metrics import WorkerMetrics
 from loraplex.worker.io.relay.links import RouterLinks
 from loraplex.worker.io.results import Results, TokenReports
-from loraplex.worker.ipc import Add
 
 log = logging.getLogger(__name__)
 
@@ -329,9 +328,7 @@ class Intake:
     def _hand_over(self, local: LocalJob) -> None:
         """Hand the first answer to the engine. Its siblings follow once it has a token (Results)."""
         local.enter(LocalJobState.IN_ENGINE)
-        if not self._jobs.any_in_engine:  # otherwise the engine owes a message already
-            self._engine.expect()
-        self._engine.send(Add(self._jobs.hand_over(local, local.waiting[:1])))
+        self._results.hand_over(local, local.waiting[:1])
 
 
 def _has_begun(local: LocalJob) -> bool:

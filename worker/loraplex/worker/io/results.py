@@ -277,9 +277,7 @@ class Results:
         if local.state is LocalJobState.IN_ENGINE and (waiting := local.waiting):
             emitted = accumulate(choice.start for choice in waiting)
             count = max(1, sum(ids <= STEP_IDS for ids in emitted))
-            if not self.jobs.any_in_engine:
-                self._engine.expect()
-            self._engine.send(Add(self.jobs.hand_over(local, waiting[:count])))
+            self.hand_over(local, waiting[:count])
 
     # From the routers (RelayHandler)
 
@@ -325,6 +323,12 @@ class Results:
             self._engine.send(Abort(aborted))
 
     # From this worker
+
+    def hand_over(self, local: LocalJob, choices: Sequence[LocalChoice]) -> None:
+        """Hand answers of a job to the engine."""
+        if not self.jobs.any_in_engine:  # otherwise the engine owes a message already
+            self._engine.expect()
+        self._engine.send(Add(self.jobs.hand_over(local, choices)))
 
     def fail(self, local: LocalJob, failure: Failure) -> None:
         """End a job that can't come into the engine."""
