@@ -20,14 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.families import is_embedding
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, lora_fields
 from loraplex.contracts.artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
-from loraplex.model_tools.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES, tensor_names
+from loraplex.model_tools.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES, named_tensors
 from loraplex.model_tools.gguf.file import GgufFile, TensorEntry
 from loraplex.worker.engine.quantized.stored import transformers_config
 
@@ -44,11 +42,7 @@ def write_adapter(file: GgufFile, base: Path, out: Path) -> None:
         raise ArtifactError(
             file.name, f"is an adapter of architecture {architecture!r}, and {base} is {config.model_type!r}"
         )
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    processor = kind(config.to_dict())
-    names = tensor_names(model, processor, architecture)
+    model, processor, names = named_tensors(config, architecture)
     tensors: dict[str, NDArray[Any]] = {}
     ranks: dict[str, int] = {}
     for name, (a, b) in _pairs(file).items():

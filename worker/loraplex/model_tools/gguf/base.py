@@ -23,14 +23,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
-from loraplex.model_tools.gguf.config import ROPE_FACTORS, read_config, tensor_names
+from loraplex.model_tools.gguf.config import ROPE_FACTORS, named_tensors, read_config
 from loraplex.model_tools.gguf.file import GgufFile, TensorEntry
 
 # Tensors of files that the model has no parameter for.
@@ -123,14 +122,10 @@ class _Reading:
     """Reads tensors by the names that transformers gives them; `plans` are those of the model."""
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model, self._processor, self._names = named_tensors(config, file.architecture, dtype=dtype)
         config.architectures, config.dtype = [type(model).__name__], dtype
         self._file = file
         self._dtype = dtype
-        processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        self._processor = processor(config.to_dict())
-        self._names = tensor_names(model, self._processor, file.architecture)
         tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
         self.plans = [
             TensorPlan(name, tuple(tensor.shape), dtype)

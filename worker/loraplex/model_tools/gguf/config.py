@@ -14,9 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.model_tools.gguf.file import GgufFile
@@ -183,9 +184,15 @@ def _compare(file: GgufFile, keys: dict[str, Any], config: PreTrainedConfig) -> 
             )
 
 
-def tensor_names(model: Any, processor: TensorProcessor, architecture: str) -> dict[str, str]:
-    """Return transformers' names by GGUF's, of a model's tensors; those of experts lack the last part, `.weight`."""
+def named_tensors(config: PreTrainedConfig, architecture: str, **options: Any) -> tuple[Any, Any, dict[str, str]]:
+    """Return a model without numbers, transformers' processor of GGUF's tensors, and its tensors' names by GGUF's.
+
+    The names of experts' tensors lack the last part, `.weight`.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+    kind: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    processor = kind(config.to_dict())
     # Without children: transformers looks at each module's names as well, 10 s that find nothing more.
     flat: Any = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=tuple)
-    names: dict[str, str] = get_gguf_hf_weights_map(flat, processor, model_type=architecture)
-    return names
+    return model, processor, get_gguf_hf_weights_map(flat, processor, model_type=architecture)
