@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from loraplex.contracts.artifacts.base_modules import ROUTERS
 from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.worker.engine.linear.layouts import panels, panels_work
+from loraplex.worker.engine.quantized.layers import linear_of
 
 if TYPE_CHECKING:  # numba is there only where the CPU computes
     from loraplex.worker.engine.lora.cpu import CpuExperts
@@ -98,7 +99,7 @@ def _laid_out(module: Any, name: str, compute: torch.dtype) -> list[nn.Module]:
     layers = []
     for index in range(len(weights)):
         weight = weights[index].t() if module.is_transposed else weights[index]
-        layer = _linear(weight, None if biases is None else biases[index])
+        layer = linear_of(weight.contiguous(), None if biases is None else biases[index])
         layers.append(panels(layer, compute) if panels_work(weight.dtype, compute) else layer)
     delattr(module, name)
     return layers
@@ -125,7 +126,8 @@ class _RouterProducts(TorchFunctionMode):
 
 def _routed_by_panels(router: Any, dtypes: Sequence[torch.dtype]) -> Callable[..., Any]:
     """Return the forward of a router whose products of inputs in these dtypes are of panels."""
-    layer, method = _linear(router.weight, getattr(router, "bias", None)), WeakMethod(router.forward)
+    layer = linear_of(router.weight.contiguous(), getattr(router, "bias", None))
+    method = WeakMethod(router.forward)
     layers = {dtype: panels(layer, dtype) for dtype in dtypes}
 
     def routed(*arguments: Any, **named: Any) -> Any:
@@ -135,12 +137,3 @@ def _routed_by_panels(router: Any, dtypes: Sequence[torch.dtype]) -> Callable[..
             return forward(*arguments, **named)
 
     return routed
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return a linear layer with a copy of a weight [outputs, columns]."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return layer

@@ -17,7 +17,7 @@ from torch.nn.functional import linear as multiply
 
 from loraplex.worker.engine.device import dtype_name, return_freed_memory
 from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
-from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear, is_linear
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear, is_linear, linear_of
 from loraplex.worker.engine.quantized.weight import quantize
 
 # Maximum difference from the definition, relative to the largest output, that rounding explains: by the dtype that is
@@ -119,11 +119,7 @@ def _cast(linear: AnyLinear, dtype: torch.dtype) -> nn.Linear:
     assert isinstance(linear, nn.Linear), "the layouts of float weights are for these"
     if linear.weight.dtype == dtype == getattr(linear.bias, "dtype", dtype):
         return linear
-    cast = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    cast.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
-    if linear.bias is not None:
-        cast.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
-    return cast
+    return linear_of(linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype))
 
 
 def _narrow(linear: AnyLinear) -> nn.Linear | None:
@@ -133,9 +129,7 @@ def _narrow(linear: AnyLinear) -> nn.Linear | None:
     narrow = linear.weight.detach().bfloat16()
     if not torch.equal(narrow.float(), linear.weight):
         return None
-    layer = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    layer.weight, layer.bias = nn.Parameter(narrow, requires_grad=False), linear.bias
-    return layer
+    return linear_of(narrow, linear.bias)
 
 
 @cache

@@ -22,7 +22,7 @@ from loraplex.contracts.artifacts.checkpoint import read_checkpoint
 from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.contracts.artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
 from loraplex.worker.engine.parallel.group import SplitModel
-from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear
+from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear, linear_of
 from loraplex.worker.engine.quantized.stored import QuantizedWeights
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, concatenate
 
@@ -68,11 +68,7 @@ def fuse(linears: Sequence[AnyLinear]) -> AnyLinear:
     if quantized:
         return QuantizedLinear(concatenate(quantized), bias)
     weights: list[Tensor] = [linear.weight for linear in linears if isinstance(linear, nn.Linear)]
-    fused = nn.Linear(linears[0].in_features, sum(map(len, weights)), bias=bias is not None, device="meta")
-    fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-    if bias is not None:
-        fused.bias = nn.Parameter(bias, requires_grad=False)
-    return fused
+    return linear_of(torch.cat(weights), bias)
 
 
 def fused_groups(model: nn.Module, names: Iterable[str]) -> list[list[str]]:

@@ -223,6 +223,7 @@ def _use_plain_linears(module: Any) -> None:
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is Conv1D:
+                # Not linear_of: a weight that is read later, quantized, has no shape yet.
                 linear = nn.Linear(child.nx, child.nf, device="meta")
                 linear.weight = nn.Parameter(child.weight.t().contiguous(), requires_grad=False)
                 linear.bias = nn.Parameter(child.bias, requires_grad=False)

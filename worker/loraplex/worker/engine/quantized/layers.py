@@ -60,6 +60,15 @@ def is_linear(module: object) -> TypeGuard[AnyLinear]:
     return type(module) in (nn.Linear, QuantizedLinear)
 
 
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear layer over a weight [out_features, in_features], which is not copied."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
 class QuantizedEmbedding(QuantizedModule):
     """Token embeddings [num_embeddings, embedding_dim]: looks up ids [...] to [..., embedding_dim].
 
