@@ -114,8 +114,7 @@ def use_invariant_products(model: nn.Module) -> None:
             if not isinstance(module.product.base, InvariantLinear):
                 module.product.base = InvariantLinear(module.product.base)  # type: ignore[arg-type]
         elif is_linear(module):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, InvariantLinear(module))
+            model.set_submodule(name, InvariantLinear(module))
         elif list(module.parameters(recurse=False)) and not isinstance(module, (*_BY_ROW, InvariantLinear)):
             own = getattr(vars(module).get("forward"), "__self__", None)
             if not isinstance(own, NormKernel):

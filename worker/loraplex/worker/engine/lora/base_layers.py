@@ -83,8 +83,7 @@ def fused_groups(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
 def place_parts(model: nn.Module, names: Sequence[str], product: FusedProduct) -> None:
     """Replace these layers of the model by the parts of a product, in the order of its widths."""
     for index, name in enumerate(names):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, FusedPart(product, index))
+        model.set_submodule(name, FusedPart(product, index))
 
 
 class FusedProduct:
