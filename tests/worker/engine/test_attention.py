@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loraplex.contracts.artifacts.families import KvShape
-from loraplex.worker.engine.attention.cpu import write_codes
+from loraplex.worker.engine.attention.cpu import cpu_plan
 from loraplex.worker.engine.attention.paged import AttentionContext, KvCache, LayerCall, fitting_blocks, paged_attention
 from loraplex.worker.engine.model.layouts import step_layout
 from loraplex.worker.engine.model.runner import step_inputs
@@ -207,7 +207,7 @@ def test_codes_are_those_of_torch(dtype: torch.dtype) -> None:
         key[token, 0] = torch.randn(24).clamp(-3, 3) * factor
     key[7, 0, 3], value[7, 1, 2], key[8, 1, 5] = math.nan, -math.inf, math.inf
     slots = torch.tensor([3, 17, 2, 7, 11, 0, 12, 8, 5])
-    write_codes(LayerCall(0, key, key, value, 1.0), slots, cache)
+    cpu_plan([], cache).quantize(LayerCall(0, key, key, value, 1.0), slots, cache)
     for numbers, codes, scales in zip((key, value), cache.slots[0], cache.scales[0], strict=True):
         expected, expected_scales = quantized(numbers)
         sound = expected_scales.isfinite()

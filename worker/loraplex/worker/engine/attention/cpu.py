@@ -56,20 +56,6 @@ _INTEGERS = (
 _LEAST_BITS = (127 - 119) << 23
 
 
-def write_codes(call: LayerCall, slots: Tensor, cache: KvCache) -> None:
-    """Write a call's keys and values into slots [tokens] of a cache of int8."""
-    key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (call.key, call.value))
-    (key_codes, value_codes), (key_scales, value_scales) = cache.slots[call.layer], cache.scales[call.layer]
-    tokens, kv_heads, key_dim = key.shape
-    number = key.element_size()
-    _code_kernel(key_dim, value.shape[-1], dtype_name(key.dtype)).run_alone(
-        *(key.data_ptr(), key.stride(0) * number, key.stride(1) * number),
-        *(value.data_ptr(), value.stride(0) * number, value.stride(1) * number),
-        *(slots.data_ptr(), tokens, kv_heads, key_codes.data_ptr(), value_codes.data_ptr()),
-        *(key_scales.data_ptr(), value_scales.data_ptr(), key_dim, value.shape[-1]),
-    )
-
-
 @cache
 def _code_kernel(key_dim: int, value_dim: int, kind: str) -> Kernel:
     return compile_kernel(_write, {"of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}, _INTEGERS)
@@ -182,7 +168,16 @@ class CpuPlan:
 
     def quantize(self, call: LayerCall, slots: Tensor, cache: KvCache) -> None:
         """See AttentionPlan."""
-        write_codes(call, slots, cache)
+        key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (call.key, call.value))
+        (key_codes, value_codes), (key_scales, value_scales) = cache.slots[call.layer], cache.scales[call.layer]
+        tokens, kv_heads, key_dim = key.shape
+        number = key.element_size()
+        _code_kernel(key_dim, value.shape[-1], dtype_name(key.dtype)).run_alone(
+            *(key.data_ptr(), key.stride(0) * number, key.stride(1) * number),
+            *(value.data_ptr(), value.stride(0) * number, value.stride(1) * number),
+            *(slots.data_ptr(), tokens, kv_heads, key_codes.data_ptr(), value_codes.data_ptr()),
+            *(key_scales.data_ptr(), value_scales.data_ptr(), key_dim, value.shape[-1]),
+        )
 
     def tasks_of(self, shared: int) -> _Tasks:
         """Return the tasks, where so many query heads share a key head."""
