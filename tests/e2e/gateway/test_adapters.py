@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ async def names(cluster: Cluster) -> set[str]:
 def kept(cluster: Cluster) -> list[Path]:
     """The files of the store that belong to uploads under way."""
     return list((cluster.local.data_dir / "store" / "uploads").iterdir())
+
+
+async def nothing_is_kept(cluster: Cluster) -> bool:
+    return not kept(cluster)
 
 
 async def test_an_upload_is_served_listed_and_deleted(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
@@ -149,12 +154,12 @@ async def test_a_large_upload_passes_without_being_kept_in_memory(cluster: Clust
     ],
 )  # fmt: skip
 async def test_a_broken_upload_gets_one_clear_error_and_leaves_nothing(
-    cluster: Cluster, body: bytes, kind: str, status: int, error: str
+    cluster: Cluster, eventually: Eventually, body: bytes, kind: str, status: int, error: str
 ) -> None:
     answered, answer = await ask(cluster, "PUT", "/v1/adapters/broken", body, kind)
     assert (answered, answer["error"]["message"][: len(error)]) == (status, error)
     assert "broken" not in await names(cluster)
-    assert not kept(cluster)
+    await eventually(partial(nothing_is_kept, cluster))  # the store learns of the refusal after the client
 
 
 @pytest.mark.parametrize(
@@ -177,10 +182,7 @@ async def test_a_client_that_leaves_ends_its_upload(cluster: Cluster, eventually
     status, _ = await ask(cluster, "PUT", "/v1/adapters/left", body[: 2 << 20], length=len(body))
     assert status in (0, 499)
 
-    async def nothing_is_kept() -> bool:
-        return not kept(cluster)
-
-    await eventually(nothing_is_kept)
+    await eventually(partial(nothing_is_kept, cluster))
     assert "left" not in await names(cluster)
 
 
