@@ -78,9 +78,9 @@ secured: $(STAMP) ## Start a cluster with TLS, API keys and two tenants with pla
 	@exec $(BIN)/loraplex up --demo --secured "$(SECURED)" --tenants "$(TENANTS)" --model "$(or $(MODEL),examples/model)" --http $(HTTP_PORT) \
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) --port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
-# A pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
-# for each other's clusters.
-PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
+# Two pytest processes more than cores, because tests of clusters wait for half of their time; at most four, because more
+# of them would wait for each other's clusters.
+PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --maxprocesses 4 --dist loadfile
 # Folders and files of tests/ by room, and the rooms that a room stands on, whose tests `make check ROOM=NAME` runs too.
 TESTS.runtime := rpc telemetry tenancy test_files.py
 TESTS.contracts := artifacts broker grammars
