@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from importlib.util import find_spec
@@ -63,6 +64,16 @@ class PostgresServer:
         """End it at once, with all connections; a server that has ended stays so."""
         if (self._directory / "data/postmaster.pid").exists():
             self._run("pg_ctl", "stop", "-w", "-m", "fast", "-D", "data")
+
+    def hang(self, signal_number: int = signal.SIGSTOP) -> None:
+        """Stop all of its processes, which keep their connections."""
+        postmaster = (self._directory / "data/postmaster.pid").read_text().split()[0]
+        for process in (postmaster, *Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()):
+            os.kill(int(process), signal_number)
+
+    def wake(self) -> None:
+        """Let it go on."""
+        self.hang(signal.SIGCONT)
 
     def promote(self) -> None:
         """Make a standby a primary."""

@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from obstore.store import AzureStore, MemoryStore
 
-from loraplex.adapter_store.accounts import windows_at
+from loraplex.adapter_store.accounts import StoredAccounts, windows_at
 from loraplex.adapter_store.app import OLD_S, Store, StoreSettings
 from loraplex.adapter_store.bases import BaseModels
 from loraplex.adapter_store.bucket import BucketDirectory
@@ -346,6 +346,32 @@ async def test_stores_outlive_a_restart_of_the_database_and_each_other(
     await first.start()
     assert not first._directory.is_valid(keys[1])
     await client.close()
+
+
+async def test_a_database_that_hangs_holds_up_no_call_for_ever_nor_the_end_of_a_store(
+    two_stores: list[Store], postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.adapter_store.postgres._HUNG_S", 1.0)
+    first, second = two_stores
+    key = await asyncio.to_thread(make_key, first)
+    await asyncio.to_thread(postgres.hang)
+    try:
+        async with asyncio.timeout(60):
+            for done in await asyncio.gather(
+                asyncio.to_thread(make_key, first),
+                asyncio.to_thread(first._keys.revoke, key),
+                asyncio.to_thread(StoredAccounts(first._database).page, "", 10),
+                return_exceptions=True,
+            ):
+                assert isinstance(done, Unavailable), done
+                assert done.reason == "DATABASE_DOWN"
+            await second.stop(drain_s=0)
+    finally:
+        await asyncio.to_thread(postgres.wake)
+    await within(30, lambda: first._database.age_s() < 1)
+    await asyncio.to_thread(first._keys.revoke, key)
+    assert not first._directory.is_valid(key)
+    await second.start()
 
 
 def has_heard(store: Store, seen: tuple[str, int]) -> bool:

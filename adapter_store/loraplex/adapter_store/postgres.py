@@ -10,7 +10,9 @@ Its calls block: make them in a thread.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -25,7 +27,7 @@ from loraplex.adapter_store.adapter_changes import NAME_IN, ROWS_OF
 from loraplex.adapter_store.database import NUMBERED, Database, steps_after
 from loraplex.adapter_store.records import Rows
 from loraplex.adapter_store.storage import DataDirectoryError, disk_full
-from loraplex.runtime.rpc.errors import CallError, Unavailable
+from loraplex.runtime.rpc.errors import Unavailable
 from loraplex.runtime.telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,9 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.25
 # Pause in seconds before it listens again after a failure; maximum number of idle connections.
 _PAUSE_S, _KEPT = 0.2, 8
+# Maximum time in seconds of a transaction, with its wait for others, beyond which the server counts as hung: its
+# connection is cut, so that no thread waits for ever. The first start, which may have much to migrate, has no limit.
+_HUNG_S = 15.0
 # The advisory lock of the transaction that changes the catalog ("lora"), and the channel of notifications.
 _LOCK, _CHANNEL = 0x6C6F7261, "loraplex"
 # A peer that is gone without a word ends a connection within some 10 s, as does a store that hangs in a transaction, so
@@ -44,7 +49,7 @@ _OPTIONS: dict[str, Any] = {
     "tcp_user_timeout": 10_000,
     **{"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3},
 }
-_SESSION = b"SET idle_in_transaction_session_timeout = '10s'; SET lock_timeout = '20s'"
+_SESSION = b"SET idle_in_transaction_session_timeout = '10s'; SET lock_timeout = '10s'"
 _BEGIN = f"BEGIN; SELECT pg_advisory_xact_lock({_LOCK})".encode()
 _BEGIN_READING = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _TYPES = {
@@ -131,7 +136,9 @@ class PostgresDatabase(Database):
         self._down_until = 0.0
         self._current_at = time.monotonic()
         self._closed = threading.Event()
-        self._listener: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        # Connections with a transaction, or a question of the listener, and since when.
+        self._busy: dict[_Connection, float] = {}
         try:
             with self.transaction() as rows:
                 _migrate(rows, blobs)
@@ -153,6 +160,7 @@ class PostgresDatabase(Database):
                     yield _Rows(connection)
             finally:
                 self._writing = 0
+                self._busy.pop(connection, None)
 
     def reading(self) -> AbstractContextManager[Rows]:
         """Run a transaction that reads, beside any other; within one of this thread it is that one."""
@@ -175,6 +183,7 @@ class PostgresDatabase(Database):
             with _ended(connection):
                 yield _Rows(connection)
         finally:
+            self._busy.pop(connection, None)
             if self._closed.is_set() or len(self._idle) >= _KEPT:
                 connection.close()
             elif not connection.closed:
@@ -183,9 +192,11 @@ class PostgresDatabase(Database):
     def _begun(self, former: _Connection | None, begin: bytes) -> _Connection:
         """Begin a transaction, on another connection where the former one is lost."""
         connection = former if former is not None and not former.closed else self._connect()
+        self._busy[connection] = time.monotonic()
         try:
             connection.execute(begin)
         except psycopg.Error as error:
+            self._busy.pop(connection, None)
             connection.close()
             if connection is not former or isinstance(error, psycopg.errors.LockNotAvailable):
                 raise
@@ -211,8 +222,21 @@ class PostgresDatabase(Database):
 
     def follow(self, changed: Callable[[Set[str] | None], None]) -> None:
         """Listen in a thread; at the beginning and after each gap everything may have changed."""
-        self._listener = threading.Thread(target=self._listen, args=(changed,), name="catalog", daemon=True)
-        self._listener.start()
+        self._threads = [
+            threading.Thread(target=self._listen, args=(changed,), name="catalog", daemon=True),
+            threading.Thread(target=self._cut_hung, name="catalog-hung", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _cut_hung(self) -> None:
+        """Cut connections whose server does not answer, until the store closes; then all that wait for it."""
+        while not self._closed.wait(_LOOK_S):
+            for connection, since in list(self._busy.items()):
+                if time.monotonic() - since > _HUNG_S:
+                    _cut(connection)
+        for connection in list(self._busy):
+            _cut(connection)
 
     def _listen(self, changed: Callable[[Set[str] | None], None]) -> None:
         lost = LogOnce(log)
@@ -225,13 +249,18 @@ class PostgresDatabase(Database):
                     lost.reset()
                     self._hear(connection, changed)
             except Unavailable as error:
+                if self._closed.is_set():
+                    return
                 lost(f"changes of other stores are not heard: {error}")
                 self._closed.wait(_PAUSE_S)
 
     def _hear(self, connection: _Connection, changed: Callable[[Set[str] | None], None]) -> None:
         while not self._closed.is_set():
-            began = time.monotonic()
-            connection.execute(b"SELECT 1")  # what was committed before has come when it answers
+            self._busy[connection] = began = time.monotonic()
+            try:
+                connection.execute(b"SELECT 1")  # what was committed before has come when it answers
+            finally:
+                del self._busy[connection]
             self._take(connection.notifies(timeout=0), changed)
             self._current_at = began
             self._take(connection.notifies(timeout=_LOOK_S, stop_after=1), changed)
@@ -266,10 +295,8 @@ class PostgresDatabase(Database):
 
     def close(self) -> None:
         self._closed.set()
-        if self._listener is not None:
-            with suppress(CallError), self.merging() as rows:
-                rows.execute(f"NOTIFY {_CHANNEL}")  # wakes it
-            self._listener.join()
+        for thread in self._threads:
+            thread.join()
         with self.lock:
             for connection in (self._writer, *self._idle):
                 if connection is not None:
@@ -334,6 +361,12 @@ def _errors() -> Iterator[None]:
     except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError) as error:
         message = f"the database of the store does not answer: {_line(error)}"
         raise Unavailable(message, reason="DATABASE_DOWN") from error
+
+
+def _cut(connection: _Connection) -> None:
+    """Break a connection, so that the thread that waits for its answer gets an error."""
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.shutdown(socket.SHUT_RDWR)
 
 
 def _line(error: Exception) -> str:
