@@ -311,7 +311,7 @@ class Store:
             return DataDirectory(self._settings.data)
         from loraplex.adapter_store.bucket import BucketDirectory, open_bucket
 
-        return BucketDirectory(self._settings.data, open_bucket(url, BLOB_S))
+        return BucketDirectory(self._settings.data, open_bucket(url, BLOB_S), self.metrics.bucket_failures.inc)
 
     def _open_database(self) -> Database:
         database = open_database(self._settings.database, self._data.catalog_path, self._data.count_blobs())

@@ -9,9 +9,10 @@ removed after the row that named it. What a killed store has left is removed aft
 from __future__ import annotations
 
 import logging
+import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 _LEFT_OVER = timedelta(days=1)
 # Size in bytes of the parts of a large file, and how many are sent at once.
 _PART_BYTES, _PARTS = 8 << 20, 4
+# Timeout in seconds for a bucket's answer to a request or to one part, beyond which it counts as hung.
+_SILENT_S = 30.0
 
 
 def open_bucket(url: str, timeout_s: float) -> ObjectStore:
@@ -48,7 +51,11 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
     `timeout_s` is that of one request, with all of its bytes.
     """
     try:
-        times = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=5)}
+        times = {
+            "timeout": timedelta(seconds=timeout_s),
+            "connect_timeout": timedelta(seconds=5),
+            "read_timeout": timedelta(seconds=_SILENT_S),
+        }
         options: Any = {"client_options": {**times, "allow_http": True}}  # where the operator's endpoint says so
         options["retry_config"] = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
         return from_url(url, **({} if url.startswith("memory:") else options))
@@ -57,11 +64,15 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
 
 
 class BucketDirectory(DataDirectory):
-    """A data directory whose blobs are in a bucket. `database` is set before the first of them is kept."""
+    """A data directory whose blobs are in a bucket. `database` is set before the first of them is kept.
 
-    def __init__(self, root: Path, bucket: ObjectStore) -> None:
+    `failed` is called for each request that the bucket did not carry out.
+    """
+
+    def __init__(self, root: Path, bucket: ObjectStore, failed: Callable[[], None] = lambda: None) -> None:
         super().__init__(root)
-        self._bucket = bucket
+        self._bucket, self._failed = bucket, failed
+        self._down_until = 0.0
         self.database: Database  # set by the store
 
     @contextmanager
@@ -86,18 +97,31 @@ class BucketDirectory(DataDirectory):
 
     def _put(self, upload: Upload, name: str, blob: Blob) -> str:
         place = f"blobs/{blob.digest.removeprefix(DIGEST_PREFIX)}/{uuid.uuid4().hex}"
-        try:
+        with self._asking():
             obstore.put(self._bucket, place, upload.path / name, chunk_size=_PART_BYTES, max_concurrency=_PARTS)
-        except BaseError as error:
-            message = f"the bucket of the store does not take a file: {str(error).partition(chr(10))[0]}"
-            raise Unavailable(message, reason="BUCKET_DOWN") from error
         return place
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask the bucket. After a failure it is not asked for as long as that took: not all calls wait for a timeout.
+
+        Raises Unavailable.
+        """
+        if (began := time.monotonic()) < self._down_until:
+            raise Unavailable("the bucket of the store did not answer just now", reason="BUCKET_DOWN")
+        try:
+            yield
+        except BaseError as error:
+            self._failed()
+            self._down_until = 2 * time.monotonic() - began
+            message = f"the bucket of the store does not answer: {str(error).partition(chr(10))[0]}"
+            raise Unavailable(message, reason="BUCKET_DOWN") from error
 
     def _open(self, rows: Rows, blob: Blob) -> Readable:
         place = _place(rows, blob.digest)
         if place is None:
             raise CorruptBlob(f"{blob.digest} is not in the bucket")
-        return _Object(self._bucket, place)
+        return _Object(self._bucket, place, self._asking)
 
     def has(self, digest: str) -> bool:
         """Tell whether a blob is there."""
@@ -149,21 +173,22 @@ class BucketDirectory(DataDirectory):
 class _Object:
     """The bytes of an object, which is asked for with the first read."""
 
-    def __init__(self, bucket: ObjectStore, place: str) -> None:
-        self._bucket, self._place = bucket, place
+    def __init__(self, bucket: ObjectStore, place: str, asking: Callable[[], AbstractContextManager[None]]) -> None:
+        self._bucket, self._place, self._asking = bucket, place, asking
         self._pieces: Iterator[Any] | None = None
         self._left = memoryview(b"")
 
     def read(self, size: int, /) -> bytes:
         """Return at most so many bytes more."""
         try:
-            if self._pieces is None:
-                self._pieces = iter(obstore.get(self._bucket, self._place).stream(min_chunk_size=PIECE_BYTES))
-            while not self._left and size:
-                self._left = memoryview(bytes(next(self._pieces)))
+            with self._asking():
+                if self._pieces is None:
+                    self._pieces = iter(obstore.get(self._bucket, self._place).stream(min_chunk_size=PIECE_BYTES))
+                while not self._left and size:
+                    self._left = memoryview(bytes(next(self._pieces)))
         except StopIteration:
             return b""
-        except (BaseError, FileNotFoundError) as error:
+        except (Unavailable, FileNotFoundError) as error:
             raise OSError(0, str(error).partition("\n")[0]) from error
         piece, self._left = bytes(self._left[:size]), self._left[size:]
         return piece

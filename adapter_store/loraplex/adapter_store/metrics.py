@@ -18,6 +18,7 @@ class StoreMetrics(Meters):
         self.catalog_age = self.gauge(
             "store_catalog_age_seconds", "Time since this store surely heard of all changes in the database."
         )
+        self.bucket_failures = self.counter("store_bucket_failures", "Requests that the bucket did not carry out.")
         self.sent = self.counter("store_sent_bytes", "Bytes of files that were sent.")
         self.received = self.counter("store_received_bytes", "Bytes of files that came.")
         self.quota_refusals = self.counter(
