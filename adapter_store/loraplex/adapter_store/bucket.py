@@ -42,7 +42,7 @@ _LEFT_OVER = timedelta(days=1)
 # Size in bytes of the parts of a large file, and how many are sent at once.
 _PART_BYTES, _PARTS = 8 << 20, 4
 # Timeout in seconds for a bucket's answer to a request or to one part, beyond which it counts as hung.
-_SILENT_S = 30.0
+_SILENT_S = 20.0
 
 
 def open_bucket(url: str, timeout_s: float) -> ObjectStore:
