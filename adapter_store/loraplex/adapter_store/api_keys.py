@@ -1,4 +1,7 @@
-"""API keys: operators make, rotate and revoke them in the catalog, routers read what has changed."""
+"""API keys: operators make, rotate and revoke them in the catalog, routers read what has changed.
+
+A tenant's administrator makes, lists and revokes those of its tenant, with no more scopes than it has itself.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from loraplex.adapter_store.records import Row, Rows
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
-from loraplex.runtime.rpc.errors import InvalidField, Mismatch, NotFound
+from loraplex.runtime.rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, PermissionDenied
 from loraplex.runtime.rpc.interceptors import Context
-from loraplex.runtime.rpc.principal import TENANT_ROLES, Role, caller
+from loraplex.runtime.rpc.principal import TENANT_ROLES, Role, caller, calling_tenant
 from loraplex.runtime.tenancy.api_keys import (
     KEY_ROLES,
     USED_AT_ONCE,
@@ -34,7 +37,7 @@ from loraplex.runtime.tenancy.api_keys import (
     new_api_key,
     split_api_key,
 )
-from loraplex.runtime.tenancy.permissions import SCOPES
+from loraplex.runtime.tenancy.permissions import SCOPES, Permission
 
 _SECOND_NS = 1_000_000_000
 log = logging.getLogger(__name__)
@@ -44,6 +47,14 @@ GRACE_S = 86_400.0
 _LABEL_CHARACTERS = 100
 # Maximum number of keys in an answer to a router.
 _CHANGES = 1_000
+# Maximum number of a tenant's keys that are valid, or ended within a day, when its administrator makes another: routers
+# hold all keys, and the catalog keeps those that have ended, so that it grows by no more than this a day.
+OWN_KEYS_LIMIT = 1_000
+_DAY_NS = 86_400 * _SECOND_NS
+_COUNTED = (
+    "SELECT count(*) FROM api_keys WHERE tenant = :tenant "
+    "AND coalesce(expire_ns, :since + 1) > :since AND coalesce(revoke_ns, :since + 1) > :since"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +108,19 @@ class ApiKeys:
         return math.ceil(self._database.age_s() * 1e3)
 
     def create(
-        self, tenant: str, role: Role, scopes: frozenset[str], label: str, ttl_s: float | None
+        self,
+        tenant: str,
+        role: Role,
+        scopes: frozenset[str],
+        label: str,
+        ttl_s: float | None,
+        most: int | None = None,
     ) -> tuple[ApiKey, str]:
-        """Make a key; return it, and the whole key with its secret."""
+        """Make a key; return it, and the whole key with its secret. Raises Exhausted where its tenant has `most`."""
         key_id, text, sha256 = new_api_key()
         now = self._now_ns()
         expire_ns = None if ttl_s is None else now + int(ttl_s * _SECOND_NS)
-        return self._insert(key_id, tenant, role, scopes, label, expire_ns, sha256), text
+        return self._insert(key_id, tenant, role, scopes, label, expire_ns, sha256, most), text
 
     def bootstrap(self, text: str) -> ApiKey | None:
         """Keep the operator's key of a file; None where it is known. Raises ValueError where the text is no key."""
@@ -139,10 +156,12 @@ class ApiKeys:
             changed.append(_touched(rows, key_id))
         return changed[0], text
 
-    def revoke(self, key_id: str) -> ApiKey:
-        """End a key; a revoked one stays as it is. Raises NotFound."""
+    def revoke(self, key_id: str, tenant: str = "") -> ApiKey:
+        """End a key, of the tenant if one is given; a revoked one stays as it is. Raises NotFound."""
         with self._changing() as (rows, changed):
             key = _get(rows, key_id)
+            if tenant and key.tenant != tenant:
+                raise NotFound("key", key_id)
             if key.revoke_ns is not None:
                 return key
             rows.execute("UPDATE api_keys SET revoke_ns = ? WHERE key_id = ?", (self._now_ns(), key_id))
@@ -199,9 +218,14 @@ class ApiKeys:
         label: str,
         expire_ns: int | None,
         sha256: bytes,
+        most: int | None = None,
     ) -> ApiKey:
         now = self._now_ns()
         with self._changing() as (rows, changed):
+            count = rows.execute(_COUNTED, {"tenant": tenant, "since": now - _DAY_NS}).fetchone()[0]
+            if most is not None and count >= most:
+                message = f"{tenant} has {count} keys that are valid or ended within a day: ask an operator"
+                raise Exhausted(f"tenants/{tenant}/keys", message, retry_after_s=None, reason="KEYS_FULL")
             rows.execute(
                 "INSERT INTO api_keys (key_id, tenant, role, scopes, label, create_ns, expire_ns, change) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys))",
@@ -272,8 +296,8 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         """Make a key for a tenant, an operator or an auditor."""
-        role = _role(request.role)
-        tenant = _tenant(request.tenant, role)
+        role, own = _role(request.role), _own_tenant(request.tenant)
+        tenant = own or _tenant(request.tenant, role)
         unknown = sorted(set(request.scopes) - SCOPES)
         if unknown:
             raise InvalidField("scopes", f"{unknown[0]!r} is not one of {', '.join(sorted(SCOPES))}")
@@ -281,19 +305,22 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
             raise InvalidField("label", f"at most {_LABEL_CHARACTERS} printable characters")
         ttl_s = seconds_of("ttl", request.ttl, least=0.001) if request.HasField("ttl") else None
         scopes = frozenset(request.scopes)
-        key, text = await asyncio.to_thread(self._keys.create, tenant, role, scopes, request.label, ttl_s)
+        if own:
+            _check_own(role, scopes)
+        most = OWN_KEYS_LIMIT if own else None
+        key, text = await asyncio.to_thread(self._keys.create, tenant, role, scopes, request.label, ttl_s, most)
         _note("made", key)
         return pb.CreateKeyResponse(key=_to_pb(key), api_key=text)
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
         """Return a page of keys, in order of id, without their secrets."""
-        fetch = partial(self._keys.page, request.tenant)
+        fetch = partial(self._keys.page, _own_tenant(request.tenant) or request.tenant)
         keys, token = await list_page(request, fetch, _to_pb, attrgetter("key_id"))
         return pb.ListKeysResponse(keys=keys, next_page_token=token)
 
     async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Context) -> pb.RevokeKeyResponse:
         """End a key for good."""
-        key = await asyncio.to_thread(self._keys.revoke, request.key_id)
+        key = await asyncio.to_thread(self._keys.revoke, request.key_id, _own_tenant())
         _note("revoked", key)
         return pb.RevokeKeyResponse(key=_to_pb(key))
 
@@ -339,6 +366,28 @@ def _tenant(tenant: str, role: Role) -> str:
     if tenant == SHARED:
         raise InvalidField("tenant", f"{SHARED!r} is reserved: operators change the shared adapters")
     return tenant
+
+
+def _own_tenant(named: str = "") -> str:
+    """Return the tenant whose keys alone the caller sees; empty for operators and auditors, who see all.
+
+    Raises PermissionDenied where the request has `named` another.
+    """
+    if caller().roles & {Role.OPERATOR, Role.AUDITOR}:
+        return ""
+    if named not in {"", own := calling_tenant()}:
+        raise PermissionDenied(f"tenant: the credential is of tenant {own}, not of {named!r}", "OTHER_TENANT")
+    return own
+
+
+def _check_own(role: Role, scopes: frozenset[str]) -> None:
+    """Check that a tenant's administrator may make a key of its tenant. Raises PermissionDenied."""
+    if role not in TENANT_ROLES:
+        raise PermissionDenied(f"role: only operators make keys of role {role}", "ROLE_NOT_PERMITTED")
+    own = caller().scopes
+    beyond = [scope for scope in sorted(scopes) if not Permission(scope).is_within(own)]
+    if beyond or (own and not scopes):
+        raise PermissionDenied(f"scopes: give some of your own, {', '.join(sorted(own))}", "SCOPE_NOT_GRANTED")
 
 
 def _note(what: str, key: ApiKey) -> None:

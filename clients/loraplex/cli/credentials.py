@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from loraplex.cli.development_ca import DevelopmentCa
     from loraplex.contracts.broker.acl import Passwords
 
-keys = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys. For operators.")
+keys = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys.")
 
 IdArgument = Annotated[str, typer.Argument(metavar="KEYID", help="The part of the key after `lpx_`.")]
 OutOption = Annotated[
@@ -51,7 +51,7 @@ redis = typer.Typer(no_args_is_help=True, help="Create the users of Redis: route
 
 @keys.command()
 def create(
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the key; none for an operator's.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the key, if not yours or an operator's.")] = "",
     role: Annotated[
         str, typer.Option(metavar="ROLE", help="tenant-user, tenant-admin, operator or auditor.")
     ] = "tenant-user",

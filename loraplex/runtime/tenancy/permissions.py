@@ -96,7 +96,8 @@ _WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
 # A tenant sees its own jobs.
 _READ_JOBS = Permission(JOBS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
 _WRITE_TENANTS = Permission(TENANTS_WRITE, {Port.OPERATORS: _OPERATORS})
-_WRITE_KEYS = Permission(KEYS_WRITE, {Port.OPERATORS: _OPERATORS})
+# A tenant's administrator sees and changes the keys of its tenant.
+_WRITE_KEYS = Permission(KEYS_WRITE, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS})
 _READ_PLANS = Permission(PLANS_READ, {Port.OPERATORS: _WATCHERS})
 _WRITE_PLANS = Permission(PLANS_WRITE, {Port.OPERATORS: _OPERATORS})
 _WRITE_MODELS = Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS})
@@ -194,9 +195,12 @@ PERMISSIONS: Mapping[str, Permission] = {
             "CreateKey": _WRITE_KEYS.recorded(
                 "tenant", "role", "scopes", "label", "ttl", answer=("key.key_id", "key.role", "key.expire_time")
             ),
-            "RotateKey": _WRITE_KEYS.recorded("key_id", "grace", answer=("key.tenant", "key.former_expire_time")),
+            # Another secret of a key may have more scopes than the caller.
+            "RotateKey": replace(_WRITE_KEYS, roles={Port.OPERATORS: _OPERATORS}).recorded(
+                "key_id", "grace", answer=("key.tenant", "key.former_expire_time")
+            ),
             "RevokeKey": _WRITE_KEYS.recorded("key_id", answer=("key.tenant",)),
-            "ListKeys": Permission(KEYS_READ, {Port.OPERATORS: _WATCHERS}),
+            "ListKeys": Permission(KEYS_READ, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _WATCHERS}),
             "ListKeyChanges": Permission(KEYS_READ, {Port.OPERATORS: _ROUTERS}),
         },
     ),
