@@ -19,6 +19,7 @@ from operator import attrgetter
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from loraplex.adapter_store import removals
 from loraplex.adapter_store.convert import list_page, refusals, seconds_of, timestamp
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.records import Row, Rows
@@ -165,6 +166,7 @@ class ApiKeys:
             if key.revoke_ns is not None:
                 return key
             rows.execute("UPDATE api_keys SET revoke_ns = ? WHERE key_id = ?", (self._now_ns(), key_id))
+            removals.record(rows, removals.KEY, key_id)
             changed.append(_touched(rows, key_id))
         return changed[0]
 

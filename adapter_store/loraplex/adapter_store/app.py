@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence, Set
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -30,12 +30,13 @@ from loraplex.adapter_store.plans import PlanService, StoredPlans, StoreQuotas
 from loraplex.adapter_store.purge import TenantPurge, TenantService
 from loraplex.adapter_store.receive import Receiver
 from loraplex.adapter_store.records import FitnessPolicy
+from loraplex.adapter_store.removals import KEY, TENANT, Removals
 from loraplex.adapter_store.service import AdapterService, WorkerGrants
 from loraplex.adapter_store.storage import DataDirectory
 from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 from loraplex.contracts.artifacts.fitness import FitnessLimits
 from loraplex.runtime.interpreter import StartError
-from loraplex.runtime.rpc.errors import CallError
+from loraplex.runtime.rpc.errors import CallError, NotFound
 from loraplex.runtime.rpc.interceptors import CallMeter
 from loraplex.runtime.rpc.principal import Principal
 from loraplex.runtime.rpc.server import Server, stop_signal
@@ -89,6 +90,11 @@ class StoreSettings(AccessSettings):
     )
     database: str = setting(
         "postgresql:// URL of the catalog, shared by several stores with one --bucket; empty: SQLite in --data", ""
+    )
+    removals: str = setting(
+        "directory or bucket URL, best beside the backups, that has purges and revoked keys for catalogs that are "
+        "restored; empty: a folder beside the files",
+        "",
     )
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on; 0: any free port", 50052)
@@ -176,6 +182,7 @@ class Store:
             deleted = DeletedRevisions(self._database, self._data, self._settings.keep_deleted_s)
             self._server = self._servers()
             self._add_services(deleted)
+            await asyncio.to_thread(self._apply_removals)
             self.addresses = self._server.bind(self._settings.host, self._settings.port)
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
@@ -212,6 +219,7 @@ class Store:
             None if (tls := self._settings.tls_files()) is None else WorkerGrants(tls, self._refused),
         )
         purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
+        self._purge = purge
         self._remove, self._note_grants = catalog.remove_expired, grants.note_expired
         add = self._server.add
         add(partial(pb_grpc.add_AdapterServiceServicer_to_server, adapters))
@@ -222,6 +230,16 @@ class Store:
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
         add(lambda server: self._releases.register(server, catalog))
+
+    def _apply_removals(self) -> None:
+        """Purge and revoke what a restored catalog has back, before anybody can use it."""
+
+        def revoke(key_id: str) -> None:
+            with suppress(NotFound):  # its tenant was purged
+                self._keys.revoke(key_id)
+
+        if count := self._removals.apply({KEY: revoke, TENANT: self._purge.purge_digest}):
+            log.warning("the catalog is an older copy: %d purges and revocations are done again", count)
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
@@ -272,6 +290,7 @@ class Store:
 
     async def _remove_expired(self) -> None:
         try:
+            await asyncio.to_thread(self._removals.note)
             await asyncio.to_thread(self._note_grants)
             if removed := await asyncio.to_thread(self._remove):
                 log.info("removed %d revisions at the end of their time", removed)
@@ -294,6 +313,8 @@ class Store:
             self.metrics.catalog_age.set_function(self._database.age_s)
             self._read_keys()
             self._plans = StoredPlans(self._database)
+            beside = f"{self._settings.bucket or self._settings.data}/removals"
+            self._removals = Removals(self._database, self._settings.removals or beside)
             self._database.follow(self._others_changed)
             settings, record = self._settings, self._auditor.record
             self._releases = import_module(RELEASES).ReleaseService(

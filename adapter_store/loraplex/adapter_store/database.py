@@ -231,6 +231,9 @@ CREATE TABLE release_outcomes (
     """
 CREATE INDEX expiring_grants ON grants (expire_ns) WHERE expire_ns IS NOT NULL;
 """,
+    """
+CREATE TABLE removals (id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, noted INTEGER NOT NULL);
+""",
 )
 # The digests and sizes of the blobs that rows need.
 BLOBS = (

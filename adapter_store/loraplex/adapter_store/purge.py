@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from loraplex.adapter_store import removals
 from loraplex.adapter_store.api_keys import ApiKeys
 from loraplex.adapter_store.convert import refusals
 from loraplex.adapter_store.database import Database
@@ -36,6 +38,12 @@ _REMOVALS = (
     "DELETE FROM grants WHERE :tenant IN (tenant, grantee)",
     "DELETE FROM deleted_revisions WHERE tenant = :tenant",
     "DELETE FROM adapters WHERE tenant = :tenant",  # and with them revisions, their keys, aliases and certificates
+)
+# All tenants of whom there is something. A plan's name is tenants/NAME, or keys/ID.
+_TENANTS = (
+    "SELECT tenant FROM adapters UNION SELECT tenant FROM deleted_revisions UNION SELECT tenant FROM grants UNION "
+    "SELECT grantee FROM grants UNION SELECT tenant FROM api_keys UNION "
+    "SELECT substr(name, 9) FROM plans WHERE name LIKE 'tenants/%'"
 )
 # Digests of the files of a tenant's revisions.
 _BLOBS = (
@@ -99,6 +107,14 @@ class TenantPurge:
             removed, self._remaining(tenant, gone), [f"blobs/{one}" for one in sorted(blobs.difference(gone))]
         )
 
+    def purge_digest(self, digest: str) -> None:
+        """Purge the tenant of that digest, if the catalog has it: a note of a purge does not have the name."""
+        with self._database.reading() as rows:
+            tenants = [name for (name,) in map(tuple, rows.execute(_TENANTS).fetchall())]
+        for tenant in tenants:
+            if _digest(tenant) == digest:
+                self.purge(tenant)
+
     def _remove(self, tenant: str) -> tuple[list[str], set[str]]:
         """Remove what the catalog has of a tenant; returns its names, and the digests of its files."""
         blobs: set[str] = set()
@@ -107,6 +123,7 @@ class TenantPurge:
             blobs |= {digest for row in rows.execute(_BLOBS, {"tenant": tenant}) for digest in row}
             for statement in _REMOVALS:
                 rows.execute(statement, {"tenant": tenant})
+            removals.record(rows, removals.TENANT, _digest(tenant))
         return removed, blobs
 
     def gone(self, digests: Sequence[str]) -> list[str]:
@@ -121,6 +138,10 @@ class TenantPurge:
         remaining += [f"keys/{key.key_id}" for key in self._keys.page(tenant, "", 10)]
         remaining += [f"plans/{name}" for name in self._plans.existing([plan_name(tenant)])]
         return remaining + [f"blobs/{digest}" for digest in gone if self._data.has(digest)]
+
+
+def _digest(tenant: str) -> str:
+    return hashlib.sha256(tenant.encode()).hexdigest()
 
 
 def _names(rows: Rows, tenant: str) -> Iterator[str]:
