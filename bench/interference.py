@@ -16,6 +16,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,12 +94,14 @@ def measure(setup: Setup, quick: bool) -> Report:
             repeats = [_interfere(engine, setup, seed) for seed in range(setup.repeats + 1)][1:]
         finally:
             engine.close()
+    rows = [_row(number, repeat) for number, repeat in enumerate(repeats, 1)]
     return Report(
         name="interference",
         command="python -m bench.interference" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup) | {"dtype": "bfloat16", "itl_target_ms": config.itl_target_ms},
-        rows=[_row(number, repeat) for number, repeat in enumerate(repeats, 1)],
+        rows=rows,
+        page_rows=[max(rows, key=itemgetter("p99 gap ms"))],
         ratios={
             "gap_p99_over_target": _p99([gap for repeat in repeats for gap in repeat.gaps])
             / (config.itl_target_ms / 1000),

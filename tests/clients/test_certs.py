@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from loraplex.cli.__main__ import app
 from loraplex.cli.development_ca import DevelopmentCa
 from loraplex.cli.terminal import CommandError
+from loraplex.contracts.broker.job_keys import JobKeys, new_job_key
 from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.rpc.tls import TlsFiles
 from loraplex.runtime.tenancy.certificates import end_of, principal_of
@@ -110,6 +111,22 @@ def test_an_authority_that_has_ended_issues_nothing(tmp_path: Path) -> None:
         certs("issue", str(directory), "router", "r2")
     certs("renew", str(directory), "--ca")
     assert len(x509.load_pem_x509_certificates((directory / "ca.pem").read_bytes())) == 1
+
+
+def test_a_job_key_is_replaced_in_three_steps_in_which_all_jobs_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "job.key"
+    file.write_text("a " + new_job_key("a").split()[1])
+    seen = [list(JobKeys(file).content)]
+    for said in ("added a key", "encrypts", "removed key a"):
+        assert said in certs("rotate-job-key", str(file))
+        seen.append(list(JobKeys(file).content))
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    new = seen[-1][0]
+    assert seen == [["a"], ["a", new], [new, "a"], [new]]
+    assert "added a key" in certs("rotate-job-key", str(file))
+    file.write_text("nonsense")
+    with pytest.raises(CommandError, match="write ID KEY"):
+        certs("rotate-job-key", str(file))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ DaysOption = Annotated[int, typer.Option("--days", metavar="N", min=1, max=3650,
 # Parts of a cluster that listen, and names and addresses that they have on their own machine.
 SERVING_PARTS = ("store", "router", "worker", "gateway")
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
+# Begins the comment of a file of job keys that names the key which encrypts no more.
+_RETIRED = "# retired: "
 CERTIFICATE_KINDS = (*SERVING_PARTS, "valkey", "operator", "auditor", "tenant", "tenant-admin")
 
 redis = typer.Typer(no_args_is_help=True, help="Create the users of Redis: router, worker, operator.")
@@ -276,6 +278,36 @@ def renew(
     }
     rows = [{"name": name, "end": end, "renewed": name in soon} for name, end in ends.items()]
     print_table(rows, columns, as_json=as_json)
+
+
+@certs.command(name="rotate-job-key")
+def rotate_job_key(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of job keys, of routers and workers.")],
+) -> None:
+    """Take the next step to another job key: add it, let it encrypt, remove the former one.
+
+    After each step copy FILE to all routers and workers, which read it again; then run the command again.
+
+    [bold]loraplex certs rotate-job-key ./certs/job.key[/]
+    """
+    from loraplex.cli.development_ca import write_private
+    from loraplex.contracts.broker.job_keys import JobKeys, new_job_key
+
+    try:
+        ids = list(JobKeys(file).content)
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    lines = [f"{line.strip()}\n" for line in file.read_text().splitlines()]
+    keys = [line for line in lines if line.strip() and not line.startswith("#")]
+    if f"{_RETIRED}{ids[-1]}\n" in lines:
+        write_private(file, "".join(keys[:-1]).encode())
+        say(f"removed key {ids[-1]}; copy {file} to all routers and workers")
+    elif len(ids) == 1:
+        write_private(file, "".join([*keys, new_job_key()]).encode())
+        say(f"added a key that decrypts alone; copy {file} to all routers and workers, then run this again")
+    else:
+        write_private(file, "".join([keys[-1], *keys[:-1], f"{_RETIRED}{ids[-2]}\n"]).encode())
+        say(f"key {ids[-1]} encrypts; copy {file} to all routers and workers, and run this again in 15 minutes")
 
 
 def _authority(directory: Path) -> DevelopmentCa:
