@@ -1,16 +1,17 @@
-"""A worker goes on with the model that is registered under its name, and with no other one."""
+"""A worker waits for the model that is registered under its name, and goes on with no other one."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from loraplex.contracts.artifacts import MismatchError
 from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
+from loraplex.worker.io import membership
 from loraplex.worker.io.membership import wait_until_registered
 
 PLAIN = replace(read_base_model("hash:?"), name="tiny")
@@ -24,16 +25,20 @@ class Store:
     """Has one model, the first one live."""
 
     def __init__(self, *revisions: BaseModel) -> None:
-        self._revisions = [
-            pb.BaseModel(
-                name=base.name,
-                digest=base.digest,
-                quantization=base.quantization,
-                original_digest=base.original_digest,
-                kv_cache_dtype=base.kv_cache_dtype,
-            )
-            for base in revisions
-        ]
+        self._revisions = list[pb.BaseModel]()
+        for base in revisions:
+            self.stage(base)
+
+    def stage(self, base: BaseModel) -> None:
+        """Keep a further revision."""
+        model = pb.BaseModel(
+            name=base.name,
+            digest=base.digest,
+            quantization=base.quantization,
+            original_digest=base.original_digest,
+            kv_cache_dtype=base.kv_cache_dtype,
+        )
+        self._revisions.append(model)
 
     async def GetBaseModel(self, request: pb.GetBaseModelRequest, timeout: float) -> pb.GetBaseModelResponse:  # noqa: ASYNC109
         """See the service."""
@@ -84,6 +89,30 @@ async def test_a_revision_that_is_not_live_is_served() -> None:
         (OTHER, INT8, "the store has sha256:other under this name, this worker's files are sha256:8; serve"),
     ],
 )
-async def test_another_one_is_refused_with_what_to_do(registered: BaseModel, own: BaseModel, message: str) -> None:
-    with pytest.raises(MismatchError, match=f"^base model tiny: {message}"):
-        await register(registered, own)
+async def test_another_one_is_waited_for_with_what_to_do(
+    registered: BaseModel,
+    own: BaseModel,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said, store = asyncio.Event(), Store(registered)
+
+    async def pause(_: float) -> None:
+        said.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(membership.asyncio, "sleep", pause)
+    waiting = asyncio.create_task(wait_until_registered(cast(Any, store), own))
+    await said.wait()
+    assert f"waits for base model tiny: {message}" in caplog.text
+    waiting.cancel()
+
+
+async def test_a_revision_is_served_once_it_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "ASK_S", 0.0)
+    store = Store(OTHER)
+    waiting = asyncio.create_task(wait_until_registered(cast(Any, store), PLAIN))
+    await asyncio.sleep(0)
+    store.stage(PLAIN)
+    await waiting

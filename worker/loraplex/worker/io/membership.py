@@ -19,7 +19,6 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from loraplex.contracts.artifacts import MismatchError
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.liveness import BEAT_MS, Liveness
@@ -39,26 +38,14 @@ CALL_S = 5.0
 
 
 async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub, base: BaseModel) -> None:
-    """Return once the store has the model, be it live or not. Raises MismatchError where it has others alone."""
-    once = LogOnce(log, logging.INFO)
-
-    async def ask() -> None:
-        live = (await store.GetBaseModel(pb.GetBaseModelRequest(name=base.name), timeout=CALL_S)).model
-        if live.digest == base.digest:
-            return
-        try:
-            named = pb.GetBaseModelRequest(name=f"{base.name}@{base.digest}")
-            other = (await store.GetBaseModel(named, timeout=CALL_S)).model
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.NOT_FOUND:
-                raise
-            raise MismatchError(f"base model {base.name}", _what_differs(live, base)) from None
-        log.info("serves %s, a %s revision of base model %s", base.digest, other.state, base.name)
-
+    """Return once the store has this revision of the model, be it live or not; says what it waits for."""
+    once = LogOnce(log, logging.WARNING)
     while True:
         try:
-            await ask()
-            return
+            live = (await store.GetBaseModel(pb.GetBaseModelRequest(name=base.name), timeout=CALL_S)).model
+            if live.digest == base.digest or await _has_revision(store, base):
+                return
+            waits_for = f"base model {base.name}: {_what_differs(live, base)}"
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 waits_for = f"base model {base.name} to be registered (loraplex models push)"
@@ -66,6 +53,18 @@ async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub
                 waits_for = f"the adapter store ({error.code().name})"
         once(f"waits for {waits_for}")
         await asyncio.sleep(ASK_S)
+
+
+async def _has_revision(store: adapters_pb2_grpc.AdapterServiceAsyncStub, base: BaseModel) -> bool:
+    named = pb.GetBaseModelRequest(name=f"{base.name}@{base.digest}")
+    try:
+        other = (await store.GetBaseModel(named, timeout=CALL_S)).model
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            raise
+        return False
+    log.info("serves %s, a %s revision of base model %s", base.digest, other.state, base.name)
+    return True
 
 
 def _what_differs(registered: pb.BaseModel, base: BaseModel) -> str:
