@@ -10,6 +10,8 @@ from loraplex.router.settings import Settings
 def test_each_of_several_processes_has_ports_and_files_of_its_own() -> None:
     with pytest.raises(ValueError, match="--processes 0: at least 1"):
         Settings(store="s", redis_url="r", processes=0)
+    with pytest.raises(ValueError, match="--audit -: each process has a log of its own"):
+        Settings(store="s", redis_url="r", processes=2, audit="-")
     first = Settings(
         store="s", redis_url="r", processes=3, relay_port=50053, metrics_port=9400, usage_file="/u/a.jsonl"
     )

@@ -60,6 +60,18 @@ def test_a_chain_goes_on_over_restarts(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_on_the_standard_output_each_start_begins_a_chain(path: Path) -> None:
+    code = (
+        "from tests.tenancy.test_audit_log import Path, audit_log\n"
+        "for name in 'ab':\n    log = audit_log(Path('-')); log.record('call', name=name); log.close()"
+    )
+    written = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout.splitlines(True)
+    assert [json.loads(line)["event"] for line in written] == ["started", "call", "stopped"] * 2
+    for start in (written[:3], written[3:]):
+        path.write_bytes(b"".join(start))
+        assert (check(path).records, check(path).faults) == (3, [])
+
+
 def test_every_way_to_alter_a_log_is_found(path: Path) -> None:
     write(path, *"abcdef")
     lines = path.read_bytes().splitlines()

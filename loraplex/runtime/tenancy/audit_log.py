@@ -10,7 +10,8 @@ moved is found by the record after it, unless all later ones were written anew a
     FILE               the newest records
     FILE.000000000001  a full file before it, named by its first record; the chain goes on from file to file
 
-A line that a crash has cut is taken out at the next start, and the chain goes on with a record of that.
+A line that a crash has cut is taken out at the next start, and the chain goes on with a record of that. On the standard
+output, `-`, each start of the process begins another chain.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ TEXT_CHARACTERS = 500
 _LINE_BYTES = 64 * 1024
 # Maximum bytes of a file's end in which its last record is looked for; a record has fewer.
 _TAIL_BYTES = 1024 * 1024
-FILE_HELP = "file that the audit log is appended to (docs/guides/security.md)"
+STDOUT = "-"
+FILE_HELP = "file that the audit log is appended to; -: the standard output (docs/guides/security.md)"
 
 
 class AuditFileError(StartError):
@@ -117,7 +119,7 @@ class AuditLog:
     """
 
     def __init__(self, path: str, process: str, counts: AuditCounts, *, file_bytes: int = FILE_BYTES) -> None:
-        self._path = Path(path)
+        self._path, self._to_stdout = Path(path), path == STDOUT
         self._process, self._counts, self._file_bytes = process, counts, file_bytes
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._lost = 0
@@ -171,6 +173,9 @@ class AuditLog:
 
     def _open(self) -> bytes:
         """Open the file and find the record that the next one follows; return the bytes of a line without its end."""
+        if self._to_stdout:
+            self._file, self._size, self.head = os.dup(1), 0, BEGINNING
+            return b""
         try:
             self._file = _opened(self._path)
             self._size = os.fstat(self._file).st_size
@@ -222,10 +227,11 @@ class AuditLog:
 
     def _append(self, batch: list[Mapping[str, Any]]) -> None:
         """Write records and wait until the disk has them: all of them, or none where it raises OSError."""
-        if self._torn:
-            os.ftruncate(self._file, self._size)
-        if self._size >= self._file_bytes or not self._is_in_place():
-            self._rotate()
+        if not self._to_stdout:
+            if self._torn:
+                os.ftruncate(self._file, self._size)
+            if self._size >= self._file_bytes or not self._is_in_place():
+                self._rotate()
         head, lines = self.head, bytearray()
         for record in batch:
             line, head = record_line(head, record)
@@ -234,7 +240,8 @@ class AuditLog:
         unwritten = memoryview(lines)
         while unwritten:
             unwritten = unwritten[os.write(self._file, unwritten) :]
-        os.fsync(self._file)
+        if not self._to_stdout:
+            os.fsync(self._file)
         self._torn = False
         self.head, self._size = head, self._size + len(lines)
         self._counts.records.inc(len(batch))

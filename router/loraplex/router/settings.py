@@ -20,7 +20,7 @@ from loraplex.runtime.telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEV
 from loraplex.runtime.telemetry.metrics import PORT_HELP
 from loraplex.runtime.tenancy.access import AccessSettings
 from loraplex.runtime.tenancy.api_keys import STALE_S
-from loraplex.runtime.tenancy.audit_log import FILE_HELP
+from loraplex.runtime.tenancy.audit_log import FILE_HELP, STDOUT
 from loraplex.runtime.tenancy.guard import is_loopback, is_tenant
 
 # Engine protocols and their modules, at the edge; and the tenant of calls that name none: that of the command.
@@ -57,7 +57,7 @@ class Settings(AccessSettings):
     open_calls_limit: int = setting("maximum open calls; a tenant gets a share of them", 8_192, least=1)
     open_bytes_limit: int = setting("maximum bytes of open calls' requests", 1 << 28, least=2 * MESSAGE_BYTES)
     usage_file: str = setting("file that usage events are appended to (docs/guides/quotas.md)", "")
-    usage_url: str = setting("HTTP collector that the events of --usage-file are posted to", "")
+    usage_url: str = setting("HTTP collector that usage events are posted to; Redis keeps them until it takes them", "")
     adapter_mib_tokens: float = setting("prompt tokens charged per MiB of an adapter that is loaded", 10.0)
     client_stall_s: float = setting("seconds after which a client that reads nothing is disconnected", 10.0, above=0)
     drain_s: float = setting("seconds that running requests may take after SIGTERM", 5.0)
@@ -104,8 +104,6 @@ class Settings(AccessSettings):
         check_logging(self.log_format, self.log_level)
         if self.usage_url:
             check_url(self.usage_url)
-            if not self.usage_file:
-                raise ValueError("--usage-url: give --usage-file too, which the events are sent from")
         self._check_engine_protocol()
         if self.generation_config not in {"auto", "none"}:
             raise ValueError(f"--generation-config {self.generation_config}: give auto or none")
@@ -113,6 +111,8 @@ class Settings(AccessSettings):
         parse_cells(self.cells)
         if self.processes > 1 and sys.platform != "linux":
             raise ValueError(f"--processes {self.processes}: only Linux spreads the connections to a shared port")
+        if self.processes > 1 and self.audit == STDOUT:
+            raise ValueError("--audit -: each process has a log of its own, which one output would mix; give a file")
         if not 0 <= self.adapter_mib_tokens < math.inf:
             raise ValueError(f"--adapter-mib-tokens {self.adapter_mib_tokens}: 0 or more")
         _check_keys("--resume-key", [self.resume_key] if self.resume_key else [])
