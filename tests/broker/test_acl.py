@@ -101,6 +101,8 @@ async def use_ledger(redis: Redis) -> None:
     found: Any = await redis.xreadgroup("files", "routers", {usage: ">"})
     ((_, ((entry, _), *_)),) = found
     await redis.xautoclaim(usage, "files", "routers", 0)
+    await redis.xclaim(usage, "files", "routers", 0, ["0-1"], justid=True)
+    await redis.xlen(usage)
     await redis.xack(usage, "files", entry)
     await redis.xdel(usage, entry)
 

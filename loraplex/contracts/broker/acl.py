@@ -57,7 +57,7 @@ ROLES: Mapping[str, RedisUser] = {
             *("sadd", "scard", "srandmember", "srem"),
             *("zadd", "zcard", "zlexcount", "zmscore", "zrandmember", "zrange", "zrangebyscore", "zrem"),
             *("zremrangebyscore", "zrevrange", "zscore"),
-            *("xadd", "xgroup|create", "xreadgroup", "xautoclaim", "xack", "xdel"),
+            *("xadd", "xgroup|create", "xreadgroup", "xautoclaim", "xclaim", "xack", "xdel", "xlen"),
         ),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{resume}:*", "lp:{cells}:*"),
     ),
@@ -155,9 +155,11 @@ def rotated(passwords: Passwords) -> dict[str, list[str]]:
 
 
 def write_passwords(directory: Path, passwords: Passwords) -> None:
-    """Write the files, each as a whole. Raises OSError."""
+    """Write the files, each as a whole, unless it is as it should be. Raises OSError."""
     for user, lines in passwords.items():
         path = password_path(directory, user)
+        if path.exists() and path.read_text().split() == list(lines):  # its folder may be read-only
+            continue
         for folder in (directory, path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")

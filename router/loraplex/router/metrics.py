@@ -101,8 +101,10 @@ class RouterMetrics(Meters):
         self.ledger_refills = self.counter(
             "quota_ledger_refills", "Times that this router told a ledger that had lost data what it knows."
         )
-        self.usage_events = self.counter("usage_events", "Usage events that this router wrote to its file.")
+        self.usage_events = self.counter(
+            "usage_events", "Usage events that this router sent and wrote, and Redis forgot."
+        )
         self.usage_sent = self.counter("usage_events_sent", "Usage events that the collector took.")
         self.usage_send_failures = self.counter("usage_send_failures", "Batches that the collector did not take.")
         self.keys_age = self.gauge("api_keys_age_seconds", "Time since the store last told the API keys.")
-        self.usage_unsent = self.gauge("usage_unsent_bytes", "Bytes of usage events that are not sent yet.")
+        self.usage_waiting = self.gauge("usage_events_waiting", "Usage events in Redis, while they do not go.")

@@ -1,12 +1,9 @@
-"""Usage events to a real HTTP collector that fails, hangs and restarts, from a sender that is killed and restarted."""
+"""Usage events to a real HTTP collector that fails, hangs and is away, from routers that die: Redis keeps them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
+from loraplex.contracts.broker.keys import LEDGER
+from loraplex.contracts.broker.ledger import Ledger
 from loraplex.router.metrics import RouterMetrics
-from loraplex.router.quotas.usage import SOURCE, TYPE
-from loraplex.router.quotas.usage_sender import CONTENT_TYPE, Cursor, UsageSender, check_url
+from loraplex.router.quotas import usage, usage_sender
+from loraplex.router.quotas.plans import Plans
+from loraplex.router.quotas.quotas import Quotas
+from loraplex.router.quotas.usage import UsageLog
+from loraplex.router.quotas.usage_sender import CONTENT_TYPE, UsageSender, check_url
+from tests.router.quotas.test_quotas import begun, reserved
 
 
 class Collector:
@@ -26,6 +30,8 @@ class Collector:
 
     def __init__(self) -> None:
         self.ids: list[str] = []
+        # Ids of the requests whose events it has.
+        self.requests: set[str] = set()
         self.bodies = b""
         self.types: set[str] = set()
         self.faults: list[int | str] = []
@@ -49,7 +55,9 @@ class Collector:
                     collector.calls += 1
                     collector.bodies += body
                     if fault in {204, 299}:
-                        collector.ids += [event["id"] for event in json.loads(body)]
+                        events = json.loads(body)
+                        collector.ids += [event["id"] for event in events]
+                        collector.requests |= {event["data"]["request_id"] for event in events}
                         collector.types.add(self.headers["Content-Type"])
                     collector._called.notify_all()
                 if fault == "hang":
@@ -88,6 +96,11 @@ class Collector:
         with self._called:
             assert self._called.wait_for(lambda: ids <= set(self.ids), 60), ids - set(self.ids)
 
+    def wait_requests(self, ids: set[str]) -> None:
+        """Wait until it has events of all these requests."""
+        with self._called:
+            assert self._called.wait_for(lambda: ids <= self.requests, 60), ids - self.requests
+
     def wait_calls(self, count: int) -> None:
         """Wait until it was called so often."""
         with self._called:
@@ -103,117 +116,111 @@ def collector() -> Iterator[Collector]:
     found.stop()
 
 
-def append(path: Path, *ids: str) -> set[str]:
-    """Write events."""
-    lines = [json.dumps({"specversion": "1.0", "id": one, "source": SOURCE, "type": TYPE}) + "\n" for one in ids]
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(lines)
-    return set(ids)
+New = Callable[..., UsageLog]
 
 
 @pytest.fixture
-def send(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], UsageSender]]:
-    """Starts a sender of the file `usage`."""
-    monkeypatch.setattr("loraplex.router.quotas.usage_sender.LOOK_S", 0.005)
-    made: list[UsageSender] = []
+def new(redis: Redis, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> New:
+    """Makes the log of a router that sends to the collector; events that wait are claimed at once."""
+    monkeypatch.setattr(usage, "CLAIM_MS", 0)
+    monkeypatch.setattr(usage, "CLAIM_S", 0.0)
+    monkeypatch.setattr(usage, "WRITE_S", 0.0)
+    monkeypatch.setattr(usage_sender, "RETRY_S", 0.005)
+    monkeypatch.setattr(usage_sender, "LONGEST_RETRY_S", 0.01)
 
-    def start() -> UsageSender:
-        made.append(UsageSender(tmp_path / "usage", collector.url, RouterMetrics(), pause_s=0.01, call_s=0.2))
-        return made[-1]
+    def make(path: Path | None = None) -> UsageLog:
+        metrics = RouterMetrics()
+        return UsageLog(redis, path, metrics, UsageSender(collector.url, metrics, call_s=0.2))
 
-    yield start
-    for sender in made:
-        sender.close(5.0)
+    return make
 
 
-def test_a_collector_that_fails_hangs_and_restarts_gets_each_event(
-    tmp_path: Path, collector: Collector, send: Callable[[], UsageSender], monkeypatch: pytest.MonkeyPatch
+async def charge(redis: Redis, count: int) -> set[str]:
+    """Charge requests; returns the ids of their events."""
+    quotas = Quotas(Ledger(redis), Plans(), usage=UsageLog(redis, None, RouterMetrics()))
+    ids = set[str]()
+    for _ in range(count):
+        begun(budget := await reserved(quotas, 2, 100), 60)
+        await budget.settle()
+        ids.add(f"{budget.reservation.id}:0")
+    return ids
+
+
+def waiting(redis: Redis) -> Any:
+    return redis.xlen(LEDGER + "usage")
+
+
+async def test_a_collector_that_fails_hangs_and_is_away_gets_each_event(
+    new: New, redis: Redis, collector: Collector, tmp_path: Path
 ) -> None:
-    path, away = tmp_path / "usage", threading.Event()
     collector.faults = [500, 429, "hang", "drip", 302, 299, 413]
-    ids = append(path, *"abc")
-    sender = send()
-    collector.wait(ids)
+    log = new(tmp_path / "usage.jsonl")
+    ids = await charge(redis, 3)
+    following = asyncio.create_task(log.follow())
+    await asyncio.to_thread(collector.wait, ids)
     assert collector.types == {CONTENT_TYPE}
-    collector.wait_calls(7)
+    following.cancel()
     collector.stop()
-    monkeypatch.setattr(sender._metrics.usage_send_failures, "inc", away.set)
-    ids |= append(path, *"de")
-    assert away.wait(60)
+    ids |= await charge(redis, 2)
+    assert not await log.write()
+    assert await waiting(redis) == 2
+    assert log._metrics.usage_waiting._value.get() == 2
     collector.start()
-    collector.wait(ids)
-    path.rename(tmp_path / "usage.1")
-    ids |= append(path, *"fg")
-    sender._cursor._settle_s = 0.0
-    collector.wait(ids)
-    sender.close(5.0)
+    assert await log.write()
     assert set(collector.ids) == ids
-    assert sender._cursor.unsent_bytes() == 0
+    assert await waiting(redis) == 0
+    assert log._metrics.usage_waiting._value.get() == 0
+    lines = (tmp_path / "usage.jsonl").read_text().splitlines()
+    assert {json.loads(line)["id"] for line in lines} == ids
+    assert len(lines) == len(ids), "the file has what was sent, once"
 
 
-def test_a_restart_goes_on_where_the_last_batch_was_taken(
-    tmp_path: Path, collector: Collector, send: Callable[[], UsageSender]
+async def test_the_events_of_a_router_that_died_while_the_collector_was_away_are_sent_by_another(
+    new: New, redis: Redis, collector: Collector
 ) -> None:
-    path = tmp_path / "usage"
-    first = append(path, *"ab")
-    sender = send()
-    collector.wait(first)
-    sender.close(5.0)
-    append(path, *"cd")
-    path.rename(tmp_path / "usage.2")  # two files were written meanwhile
-    append(path, *"ef")
-    path.rename(tmp_path / "usage.1")
-    with open(path, "wb") as file:
-        file.write(b'{"specversion":"1.0","id":"to')
-    with open(path, "ab") as file:
-        file.write(b"\n")
-    append(path, "g")
-    collector.ids.clear()
-    (sender := send())._cursor._settle_s = 0.0
-    collector.wait(set("cdefg"))
-    sender.close(5.0)
-    assert collector.ids == list("cdefg")
+    collector.stop()
+    ids, dies = await charge(redis, 5), new()
+    assert not await dies.write()
+    await dies.close(0.0)
+    collector.start()
+    assert await new().write()
+    assert sorted(collector.ids) == sorted(ids)
+    assert await waiting(redis) == 0
 
 
-def test_what_is_not_sent_of_a_file_that_is_copied_and_emptied_is_sent_from_the_copy(
-    tmp_path: Path, collector: Collector, send: Callable[[], UsageSender]
+async def test_a_collector_that_takes_its_time_gets_events_from_one_router(
+    new: New, redis: Redis, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "usage"
-    ids = append(path, *"ab")
-    sender = send()
-    collector.wait(ids)
-    collector.faults = [500] * 3
-    ids |= append(path, *"cd")
-    collector.wait_calls(collector.calls + 1)
-    shutil.copy(path, tmp_path / "usage.1")
-    os.truncate(path, 0)
-    ids |= append(path, "e")
-    sender._cursor._settle_s = 0.0
-    collector.wait(ids)
-    sender.close(5.0)
-    assert collector.ids == list("abcde")
+    monkeypatch.setattr(usage, "CLAIM_MS", 2_000)
+    ids, renewed = await charge(redis, 2), asyncio.Event()
+    renew = redis.xclaim
+
+    async def claim(*arguments: Any, **options: Any) -> Any:
+        answer = await renew(*arguments, **options)
+        renewed.set()
+        return answer
+
+    monkeypatch.setattr(redis, "xclaim", claim)
+    collector.faults = ["hang"]
+    first = asyncio.create_task(new().write())
+    await renewed.wait()
+    assert await new().write(), "there is nothing for it"
+    assert collector.ids == []
+    assert not await first
+    assert await waiting(redis) == len(ids)
 
 
-def test_a_sender_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, collector: Collector) -> None:
-    path, ids = tmp_path / "usage", set[str]()
-    code = (
-        "import sys; from pathlib import Path; from loraplex.router.metrics import RouterMetrics\n"
-        "from loraplex.router.quotas import usage_sender as u; u.BATCH_EVENTS, u.LOOK_S = 3, 0.005\n"
-        "u.UsageSender(Path(sys.argv[1]), sys.argv[2], RouterMetrics(), pause_s=0.01); sys.stdin.read()"
-    )
-    for life in range(3):
-        collector.faults = [500] * life
-        ids |= append(path, *(f"{life}-{number}" for number in range(20)))
-        calls = collector.calls
-        argv = [sys.executable, "-c", code, str(path), collector.url]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
-            collector.wait_calls(calls + 3)
-            process.kill()
-    sender = UsageSender(path, collector.url, RouterMetrics())
-    collector.wait(ids)
-    sender.close(5.0)
-    assert set(collector.ids) == ids
-    assert Cursor(path).read(1)[0] == []
+async def test_a_disk_that_is_full_does_not_have_events_sent_twice(
+    new: New, redis: Redis, collector: Collector, tmp_path: Path
+) -> None:
+    (path := tmp_path / "usage.jsonl").mkdir()
+    ids, log = await charge(redis, 2), new(path)
+    for _ in range(3):
+        assert not await log.write()
+    assert sorted(collector.ids) == sorted(ids)
+    path.rmdir()
+    assert await log.write()
+    assert sorted(collector.ids) == sorted(ids)
 
 
 def test_a_url_that_is_none_is_refused() -> None:

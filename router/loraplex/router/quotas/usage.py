@@ -1,9 +1,10 @@
-"""Usage events: a line of JSON for each charge of a tenant, appended to a file.
+"""Usage events: one for each charge of a tenant, posted to a collector, appended to a file as a line of JSON, or both.
 
-    charge ──XADD, in the ledger's script──▶ stream ──XREADGROUP──▶ line in a file, synced ──▶ XACK, XDEL
+    charge ──XADD, in the ledger's script──▶ stream ──XREADGROUP──▶ collector, line in a file, synced ──▶ XACK, XDEL
 
-Each event is read by one router. What it has not acknowledged after CLAIM_MS, because it died or its disk was full, is
-claimed by another; one with a full disk reads no more. None is missing, and one that is written twice has the same id.
+Each event is read by one router. What it has not acknowledged after CLAIM_MS, because it died, its disk was full or the
+collector away, is claimed by another; one with a full disk reads no more. None is missing; one that is written or sent
+twice has the same id.
 (CloudEvents 1.0, JSON format: https://cloudevents.io)
 """
 
@@ -31,7 +32,8 @@ from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.messages import Job
 from loraplex.router.metrics import RouterMetrics
-from loraplex.router.quotas.usage_sender import UsageSender
+from loraplex.router.quotas.usage_sender import NotTakenError, UsageSender
+from loraplex.runtime.telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
 
@@ -74,51 +76,79 @@ NO_FACTS = Facts()
 
 
 class UsageLog:
-    """Writes the events of charges to one router's file. With a `url` they are sent to a collector as well."""
+    """Sends the events of charges to a collector, and writes them to one router's file; without a path to none."""
 
-    def __init__(self, redis: Redis, path: Path, metrics: RouterMetrics, url: str = "") -> None:
-        self._sender = UsageSender(path, url, metrics) if url else None
-        self._redis = redis
-        self._path = path
-        self._metrics = metrics
+    def __init__(
+        self, redis: Redis, path: Path | None, metrics: RouterMetrics, sender: UsageSender | None = None
+    ) -> None:
+        self._redis, self._path, self._metrics, self._sender = redis, path, metrics, sender
         self._writing = asyncio.Lock()
         self._claimed_at = -math.inf
-        # Entries that were read and not written yet. No others are read meanwhile: other routers write those.
+        # Entries that the disk did not take; they are sent. No others are read meanwhile: other routers write those.
         self._unwritten: list[Entry] = []
+        self._once = LogOnce(log, logging.ERROR)
 
     async def follow(self) -> None:
-        """Write what waits, again and again; never returns."""
+        """Send and write what waits, again and again; never returns."""
         while True:
             went = await self.write()
-            await asyncio.sleep(WRITE_S if went else CLAIM_S)
+            await asyncio.sleep(WRITE_S if went else max(CLAIM_S, self._sender.pause_s if self._sender else 0.0))
 
     async def close(self, timeout_s: float) -> None:
-        """Write what waits, and send what the collector takes within a timeout."""
-        await self.write()
-        if self._sender is not None:
-            await asyncio.to_thread(self._sender.close, timeout_s)
+        """Send and write what waits within a timeout in seconds; the rest stays in Redis for other routers."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.write()
 
     async def write(self) -> bool:
-        """Write what waits; what the disk does not take, others write. Returns whether all went."""
+        """Send and write what waits; what does not go, any router tries again. Returns whether all went."""
         async with self._writing:
             try:
-                while entries := self._unwritten or await self._read():
-                    self._unwritten = entries
-                    events = [event_of(fields) for _, fields in entries]
-                    try:
-                        await asyncio.to_thread(_append, self._path, events)
-                    except OSError as error:
-                        log.error("usage events wait: --usage-file %s: %s", self._path, error.strerror)
-                        return False
-                    self._unwritten = []
-                    self._metrics.usage_events.inc(len(events))
-                    ids = [entry_id for entry_id, _ in entries]
-                    await self._redis.xdel(_STREAM, *ids)  # first: nobody reads again what is acknowledged
-                    await self._redis.xack(_STREAM, _GROUP, *ids)
+                while await self._write_batch():
+                    pass
+            except NotTakenError as error:
+                self._once(f"usage events wait: {error}")
             except REDIS_DOWN as error:  # what was read is claimed later, and written with the same ids
-                log.warning("usage events wait: Redis: %s", error)
-                return False
+                self._once(f"usage events wait: Redis: {error}")
+            else:
+                if self._once.reset():
+                    log.info("usage events go again")
+                self._metrics.usage_waiting.set(0)
+                return True
+            with suppress(*REDIS_DOWN):
+                self._metrics.usage_waiting.set(await self._redis.xlen(_STREAM))
+            return False
+
+    async def _write_batch(self) -> bool:
+        """Send and write the next entries, and take them out of Redis. Returns whether there were any."""
+        entries = self._unwritten or await self._read()
+        if not entries:
+            return False
+        events = [event_of(fields) for _, fields in entries]
+        ids = [entry_id for entry_id, _ in entries]
+        if self._sender is not None and not self._unwritten:
+            await self._send(self._sender, events, ids)
+        if self._path is not None:
+            self._unwritten = entries
+            try:
+                await asyncio.to_thread(_append, self._path, events)
+            except OSError as error:
+                raise NotTakenError(f"--usage-file {self._path}: {error.strerror}") from error
+            self._unwritten = []
+        self._metrics.usage_events.inc(len(events))
+        await self._redis.xdel(_STREAM, *ids)  # first: nobody reads again what is acknowledged
+        await self._redis.xack(_STREAM, _GROUP, *ids)
         return True
+
+    async def _send(self, sender: UsageSender, events: list[dict[str, Any]], ids: list[bytes]) -> None:
+        """Send events; a collector that takes its time does not get them from another router meanwhile."""
+        sending = asyncio.ensure_future(asyncio.to_thread(sender.send, events))
+        try:
+            while not (await asyncio.wait({sending}, timeout=CLAIM_S))[0]:
+                await self._redis.xclaim(_STREAM, _GROUP, _CONSUMER, 0, ids, justid=True)
+            sending.result()
+        finally:
+            sending.cancel()
 
     async def _read(self, *, again: bool = True) -> list[Entry]:
         """Return new events, and from time to time those that a router has read and not written."""
