@@ -143,6 +143,7 @@ $(REAL): $(STAMP)
 rehearsal: $(STAMP) $(KUBERNETES)/.unpacked ## Run the Helm chart's pods as processes; roll out, scale and kill them under load
 	$(BIN)/python -m tests.deploy.rehearsal
 	$(BIN)/python -m tests.deploy.scaling_rehearsal
+	$(BIN)/python -m tests.deploy.operating_rehearsal
 
 hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
 	$(BIN)/python -m tests.trials.hostile

@@ -62,14 +62,14 @@ def helm(*arguments: str) -> str:
 
 
 def render(
-    example: str, settings: Sequence[str] = (), release: str = "lx", namespace: str = "llm", chart: Path = CHART
+    example: str | Path, settings: Sequence[str] = (), release: str = "lx", namespace: str = "llm", chart: Path = CHART
 ) -> list[Manifest]:
-    """Return the objects of the chart with an example's values and `KEY=VALUE` settings, or flags of helm.
+    """Return the objects of the chart with an example's or a file's values and `KEY=VALUE` settings, or flags of helm.
 
     Raises HelmError.
     """
     flags = [word for one in settings for word in ([one] if one.startswith(("-", "/")) else ["--set", one])]
-    values = str(CHART / "examples" / f"{example}.yaml")
+    values = str(example if isinstance(example, Path) else CHART / "examples" / f"{example}.yaml")
     text = helm("template", release, str(chart), "--namespace", namespace, "-f", values, *flags)
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 

@@ -17,7 +17,8 @@ import grpc
 from loraplex.scaler.v1 import externalscaler_pb2 as pb
 from loraplex.scaler.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from tests.deploy.kubernetes_tools import render
-from tests.deploy.rehearsal import Cluster, Streams
+from tests.deploy.pods import Cluster
+from tests.deploy.rehearsal import Streams
 
 # Time in seconds for which a step of the load lasts at least, and interval of looks at a load that pauses.
 _STEP_S, _LOOK_S = 20.0, 0.1

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from loraplex.adapter_store.embedded import open_database
+from loraplex.adapter_store.storage import DataDirectory
 from tests.deploy.kubernetes_tools import CHART, HelmError, Manifest, needs_helm, pods_of, problems_of, render
 from tests.deploy.test_chart import FOREIGN, VERSIONS
 
 pytestmark = pytest.mark.usefixtures("has_helm")
 
 # What the pods of each part take, and a value for it.
-_POD = {
+_POD: dict[str, Any] = {
     "env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4317"}],
     "envFrom": [{"secretRef": {"name": "proxy"}}],
     "extraVolumes": [{"name": "ca", "configMap": {"name": "company-ca"}}],
@@ -142,7 +148,7 @@ def job_names(settings: tuple[str, ...] = ()) -> set[str]:
         "register.podAnnotations.a=b",
         "image.tag=next",
         "register.resources.limits.memory=2Gi",
-        "credentials.mode=none",
+        "credentials.secret.operatorKey=other",
     ],
 )
 def test_a_registration_that_changes_in_anything_is_another_job(setting: str) -> None:
@@ -158,6 +164,29 @@ def test_another_version_of_the_chart_has_other_jobs(tmp_path: Path) -> None:
     (now,) = [one for one in render("laptop") if one["kind"] == "Job"]
     assert job["metadata"]["name"] != now["metadata"]["name"]
     assert job["spec"]["ttlSecondsAfterFinished"] == 86400
+
+
+def test_a_revision_is_staged_beside_the_live_one_and_has_pools_of_its_own() -> None:
+    digest = "sha256:" + "a" * 64
+    manifests = render("two-bases", (f"models.qwen.digest={digest}",))
+    jobs = {one["metadata"]["name"].rpartition("-")[0]: pod for one, pod in pods_of(manifests) if one["kind"] == "Job"}
+    staged, live = jobs["lx-register-qwen-int8"], jobs["lx-register-qwen"]
+    assert {"--stage", "int8"} <= set(staged["containers"][0]["command"])
+    assert "--stage" in live["containers"][0]["command"], "later it is the former one"
+    assert "--stage" not in jobs["lx-register-llama"]["containers"][0]["command"]
+    waits = [pod["initContainers"][0]["command"][-1] for pod in (staged, live)]
+    assert waits[0] == "until loraplex models list --json | grep -q '\"qwen\"'; do sleep 2; done"
+    assert "until" not in waits[1]
+    words = {
+        name: pod_of(manifests, f"lx-worker-{name}")["containers"][0]["command"] for name in ("qwen-cpu", "qwen-int8")
+    }
+    assert {"--model-name=qwen", "--quantize=", "--kv-cache-dtype="} <= set(words["qwen-cpu"])
+    assert {"--model-name=qwen", "--quantize=int8", "--kv-cache-dtype=int8"} <= set(words["qwen-int8"])
+    base = named(manifests, "BaseModel", "qwen")
+    definition = yaml.safe_load((CHART / "crds" / "basemodels.yaml").read_text())
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    assert base["spec"] == {"digest": digest}
+    assert re.fullmatch(schema["properties"]["digest"]["pattern"], digest)
 
 
 def test_an_upgrade_changes_nothing_that_kubernetes_keeps() -> None:
@@ -186,6 +215,47 @@ def test_an_upgrade_changes_nothing_that_kubernetes_keeps() -> None:
     sizes = {name: one["spec"]["resources"]["requests"]["storage"] for name, one in claims.items()}
     assert sizes == {"data-lx-store-0": "60Gi", "data-lx-valkey-0": "9Gi"}
     assert all(one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for one in claims.values())
+
+
+def test_monitors_keep_releases_apart_and_dashboards_come_as_config_maps() -> None:
+    on = ("monitoring.enabled=true", "monitoring.dashboards.enabled=true")
+    manifests = valid(render("laptop", on))
+    for monitor in (one for one in manifests if one["kind"] == "PodMonitor"):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert {"targetLabel": "release", "replacement": "lx"} in endpoint["relabelings"]
+    rules = named(manifests, "PrometheusRule", "lx-loraplex")["spec"]["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules if "sum(" in rule["expr"] or "max(" in rule["expr"]] == []
+    config = [
+        one for one in manifests if one["kind"] == "ConfigMap" and "grafana_dashboard" in one["metadata"]["labels"]
+    ]
+    shipped = (CHART.parent / "monitoring" / "grafana" / "dashboards").glob("*.json")
+    assert {name: json.loads(text) for one in config for name, text in one["data"].items()} == {
+        path.name: json.loads(path.read_text()) for path in shipped
+    }
+
+
+def test_a_backup_is_copied_whole_and_the_oldest_ones_go(tmp_path: Path) -> None:
+    manifests = valid(render("laptop", ("backup.schedule=0 3 * * *", "backup.claim=backups", "backup.keep=2")))
+    pod = named(manifests, "CronJob", "lx-backup")["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    claims = {one["persistentVolumeClaim"]["claimName"] for one in pod["volumes"] if "persistentVolumeClaim" in one}
+    assert claims == {"data-lx-store-0", "backups"}
+    ((near,),) = [one["requiredDuringSchedulingIgnoredDuringExecution"] for one in pod["affinity"].values()]
+    assert near["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "store"
+    data = DataDirectory(tmp_path / "store")
+    open_database("", data.catalog_path).close()
+    data.close()
+    kept = tmp_path / "backups"
+    for old in ("2026-01-01T000000Z", "2026-01-02T000000Z", "2026-01-03T000000Z.part"):
+        (kept / old).mkdir(parents=True)
+    (container,) = pod["containers"]
+    *shell, script = container["command"]
+    script = script.replace("loraplex backup", f"{sys.executable} -m loraplex backup")
+    script = script.replace("/var/lib/backups", str(kept)).replace("/var/lib/loraplex", str(tmp_path))
+    subprocess.run([*shell, script], check=True, timeout=60)
+    left = sorted(path.name for path in kept.iterdir())
+    assert left[0] == "2026-01-02T000000Z"
+    assert len(left) == 2
+    assert (kept / left[1] / "catalog.db").exists()
 
 
 def test_parts_call_each_other_and_what_their_values_name_alone() -> None:
@@ -241,6 +311,24 @@ def test_parts_call_each_other_and_what_their_values_name_alone() -> None:
             "router.egress: networkPolicies.egress closes the way to redis",
         ),
         ("laptop", ("workers.cpu.affinity=x",), "/workers/cpu/affinity"),
+        ("laptop", ("workers.cpu.revision=v2",), "workers.cpu.revision: v2 is not one of models.base.revisions"),
+        ("laptop", ("models.base.revisions.v2.quantize=int8",), "/models/base/revisions/v2"),
+        ("laptop", (f"models.base.digest=sha256:{'a' * 64}",), "models.base.digest: operator.enabled is false"),
+        (
+            "gpu",
+            (f"models.qwen.digest=sha256:{'a' * 64}", "operator.namespaces.llm[0]=acme"),
+            "give operator.namespaces",
+        ),
+        ("two-bases", ("workers.qwen-cpu.scaled=true",), "workers.qwen-int8 has another one; set the replicas of both"),
+        ("laptop", ("workerDefaults.revision=v2",), "/workerDefaults/revision"),
+        ("laptop", ("backup.schedule=@daily",), "/backup/claim"),
+        ("laptop", ("backup.schedule=daily", "backup.claim=b"), "/backup/schedule"),
+        (
+            "restricted",
+            ("backup.schedule=@daily", "backup.claim=b", "networkPolicies.egress=false"),
+            "backup.schedule: the catalog is in store.database",
+        ),
+        ("gpu", ("backup.schedule=@daily", "backup.claim=b"), "backup.schedule: the files are in store.bucket"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(example: str, settings: tuple[str, ...], message: str) -> None:

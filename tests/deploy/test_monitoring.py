@@ -70,7 +70,8 @@ def test_promtool_accepts_the_rules_and_the_configuration() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_every_alert_fires_for_its_fault_and_none_for_a_cluster_that_is_well() -> None:
-    subprocess.run(["promtool", "test", "rules", "rules_test.yml"], check=True, cwd=ROOT / RULES.parent)
+    files = ("rules_test.yml", "certificates_test.yml")
+    subprocess.run(["promtool", "test", "rules", *files], check=True, cwd=ROOT / RULES.parent)
 
 
 def test_prometheus_asks_each_router_of_the_compose_file() -> None:

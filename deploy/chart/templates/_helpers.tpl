@@ -175,17 +175,20 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{- /* The variable with the URL of a cell's Redis; call with (list $ "LORAPLEX_REDIS_URL" "main"). */}}
+{{- /* The variable with the URL of a cell's Redis, whose user is that of a role; call with (list $ "LORAPLEX_REDIS_URL"
+     "main" "router"). */}}
 {{- define "loraplex.redisVariable" -}}
-{{- $root := index . 0 -}}
-{{- $cell := index . 2 -}}
+{{- $root := index . 0 }}{{ $cell := index . 2 }}{{ $role := index . 3 -}}
 {{- $secret := $root.Values.redis.urlSecret -}}
 {{- if ne $cell "main" }}{{ $secret = (index $root.Values.redis.cells $cell | default dict).urlSecret }}{{ end -}}
+{{- $host := printf "%s-%s" $root.Release.Name (include "loraplex.valkey" $cell) -}}
 - name: {{ index . 1 }}
-  {{- if $root.Values.redis.embedded }}
-  value: redis://{{ $root.Release.Name }}-{{ include "loraplex.valkey" $cell }}:6379
+  {{- if not $root.Values.redis.embedded }}
+  valueFrom: {secretKeyRef: {name: {{ $secret.name }}, key: {{ index $secret (printf "%sKey" $role) | default $role }}}}
+  {{- else if include "loraplex.secured" $root }}
+  value: rediss://{{ $role }}@{{ $host }}.{{ $root.Release.Namespace }}.svc:6379?password_file=/etc/loraplex/redis/password&ssl_ca_certs=/etc/loraplex/tls/ca.crt
   {{- else }}
-  valueFrom: {secretKeyRef: {name: {{ $secret.name }}, key: {{ $secret.key }}}}
+  value: redis://{{ $host }}:6379
   {{- end }}
 {{- end }}
 
@@ -196,12 +199,12 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 
 {{- /* The variables of a router: the URLs of the cells' Redis, and its setting `cells`, which names them. */}}
 {{- define "loraplex.cells" -}}
-{{- include "loraplex.redisVariable" (list . "LORAPLEX_REDIS_URL" "main") }}
+{{- include "loraplex.redisVariable" (list . "LORAPLEX_REDIS_URL" "main" "router") }}
 {{- if .Values.redis.cells }}
 {{- $words := list "main" }}
 {{- range $cell, $_ := .Values.redis.cells }}
 {{- $variable := printf "REDIS_URL_%s" ($cell | upper | replace "-" "_") }}
-{{- include "loraplex.redisVariable" (list $ $variable $cell) | nindent 0 }}
+{{- include "loraplex.redisVariable" (list $ $variable $cell "router") | nindent 0 }}
 {{- $words = append $words (printf "%s=$(%s)" $cell $variable) }}
 {{- end }}
 - {name: LORAPLEX_ROUTER_CELLS, value: {{ join " " $words | quote }}}
@@ -219,7 +222,7 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 - {name: keys, mountPath: /etc/loraplex/keys, readOnly: true}
 {{- end }}
 {{- end }}
-{{- if and $root.Values.redis.caSecret (has .role (list "router" "worker")) }}
+{{- if and (or $root.Values.redis.caSecret $root.Values.redis.usersSecret) (has .role (list "router" "worker")) }}
 - {name: redis, mountPath: /etc/loraplex/redis, readOnly: true}
 {{- end }}
 {{- with .values.extraVolumeMounts }}
@@ -246,9 +249,15 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
       {{- end }}
 {{- end }}
 {{- end }}
-{{- if and $root.Values.redis.caSecret (has .role (list "router" "worker")) }}
+{{- if has .role (list "router" "worker") }}
+{{- with $root.Values.redis.usersSecret }}
 - name: redis
-  secret: {secretName: {{ $root.Values.redis.caSecret }}}
+  secret: {secretName: {{ . }}, items: [{key: {{ $.role }}, path: password}]}
+{{- end }}
+{{- with $root.Values.redis.caSecret }}
+- name: redis
+  secret: {secretName: {{ . }}}
+{{- end }}
 {{- end }}
 {{- range .values.extraVolumes }}
 {{- if has .name (list "tmp" "tls" "keys" "redis" "home" "data" "model" "shm" "config" "files" "users") }}
@@ -306,8 +315,22 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- define "loraplex.modelInit" -}}
 {{- $root := .root -}}
 {{- $model := .model -}}
-{{- if or $model.hub $model.bucket }}
+{{- if or $model.hub $model.bucket .wait }}
 initContainers:
+  {{- with .wait }}
+  # The first revision that a store gets is live at once.
+  - name: wait
+    image: {{ include "loraplex.image" (list $root "store") }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    {{- include "loraplex.container" $root | nindent 4 }}
+    command: [sh, -c, {{ . | quote }}]
+    {{- include "loraplex.env" (merge (dict "env" $.callerEnv) $) | nindent 4 }}
+    volumeMounts:
+      - {name: home, mountPath: /var/lib/loraplex}
+      {{- include "loraplex.mounts" $ | nindent 6 }}
+    resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 512Mi}}
+  {{- end }}
+  {{- if or $model.hub $model.bucket }}
   - name: download
     {{- include "loraplex.container" $root | nindent 4 }}
     {{- with $model.hub }}
@@ -340,6 +363,7 @@ initContainers:
       {{- toYaml . | nindent 6 }}
       {{- end }}
     resources: {requests: {cpu: 250m, memory: 512Mi}, limits: {memory: 2Gi}}
+  {{- end }}
 {{- end }}
 {{- end }}
 

@@ -102,7 +102,7 @@ async def test_another_one_is_waited_for_with_what_to_do(
         said.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(membership.asyncio, "sleep", pause)
+    monkeypatch.setattr(asyncio, "sleep", pause)
     waiting = asyncio.create_task(wait_until_registered(cast(Any, store), own))
     await said.wait()
     assert f"waits for base model tiny: {message}" in caplog.text

@@ -140,7 +140,7 @@ class UsageLog:
         await self._redis.xack(_STREAM, _GROUP, *ids)
         return True
 
-    async def _send(self, sender: UsageSender, events: list[dict[str, Any]], ids: list[bytes]) -> None:
+    async def _send(self, sender: UsageSender, events: list[dict[str, Any]], ids: list[Any]) -> None:
         """Send events; a collector that takes its time does not get them from another router meanwhile."""
         sending = asyncio.ensure_future(asyncio.to_thread(sender.send, events))
         try:

@@ -51,7 +51,7 @@ class UsageSender:
     @property
     def pause_s(self) -> float:
         """Return the time in seconds before events are sent again."""
-        longest = min(LONGEST_RETRY_S, RETRY_S * 2 ** min(self._failures, 16))
+        longest = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(self._failures, 16))
         return longest * random.uniform(0.5, 1.0)
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:
