@@ -122,16 +122,9 @@ async def test_metrics_traces_traffic_and_logs(
             await eventually(cluster.idle)
 
             async def looked() -> bool:
-                return (
-                    value(
-                        await scrape(ready["router-1"]["metrics"]),
-                        "workers",
-                        model=model,
-                        phase="serving",
-                        revision="live",
-                    )
-                    == 1
-                )
+                seen = await scrape(ready["router-1"]["metrics"])
+                serving = value(seen, "workers", model=model, phase="serving", revision="live")
+                return serving == 1 and value(seen, "cluster_kv_cache_usage_perc", model=model) == 0
 
             await eventually(looked)  # the router looks every second
             check_router(await scrape(ready["router-1"]["metrics"]), model)
