@@ -51,7 +51,7 @@ class World:
 async def running(tmp_path: Path) -> AsyncIterator[World]:
     """Run a store."""
     cert, key, ca = map(str, write_tls_files(tmp_path, "loraplex://store/s"))
-    files = {"tls_cert": cert, "tls_key": key, "tls_ca": ca, "audit": str(tmp_path / "audit.jsonl")}
+    files: dict[str, Any] = {"tls_cert": cert, "tls_key": key, "tls_ca": ca, "audit": str(tmp_path / "audit.jsonl")}
     settings = StoreSettings(tmp_path / "data", port=0, operator_mtls_port=0, **files)
     store = Store(settings)
     await store.start()
