@@ -720,3 +720,22 @@ async def test_whatever_happens_the_accounts_are_the_sums_of_their_events_and_li
     assert account["day_tokens"] == sum(size + made for _, size, made in await cluster.events())
     assert (account["held_day_tokens"], account["held_requests"], account["held_streams"]) == (0, 0, 0)
     assert len({name for name, _, _ in await cluster.events()}) == len(await cluster.events())
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "end"),
+    [
+        ("requests_per_minute", 998, None),
+        ("output_tokens_per_minute", 800, None),
+        ("tokens_per_day", 780, datetime(2026, 12, 31, tzinfo=UTC)),
+        ("tokens_per_month", 780, datetime(2027, 1, 1, tzinfo=UTC)),
+    ],
+)
+async def test_a_reservation_says_what_is_left(cluster: Cluster, limit: str, left: int, end: datetime | None) -> None:
+    await cluster.clock.advance(int(datetime(2026, 12, 30, 12, tzinfo=UTC).timestamp() * 1e3) - cluster.clock.now_ms)
+    settled = await cluster.reserve(1, limits={limit: 1000})
+    await cluster.settle(settled, 10, 100)
+    granted = await cluster.reserve(2, limits={limit: 1000, "concurrent_streams": 9})
+    (room,) = granted.room
+    ends_ms = 60_000 if end is None else int(end.timestamp() * 1e3) - cluster.clock.now_ms
+    assert (room.limit, room.most, room.left, room.ends_s) == (limit, 1000, left, ends_ms / 1e3)

@@ -206,7 +206,7 @@ class HttpCall:
         for stream in streams:
             if not await stream.admitted():
                 return
-            self.exchange.not_enforced = stream.not_enforced
+            self.exchange.not_enforced, self.exchange.rate_limits = stream.not_enforced, stream.rate_limits
         await self.begin(events)
 
     async def begin(self, events: bytes = b"") -> None:
@@ -217,7 +217,7 @@ class HttpCall:
 
     def finished(self, whole: Generation) -> Generation:
         """Count a finished answer, and take what its headers say of it; returns it."""
-        self.exchange.not_enforced = whole.not_enforced
+        self.exchange.not_enforced, self.exchange.rate_limits = whole.not_enforced, whole.rate_limits
         if whole.continuations:
             self.metrics.continued.inc()
         return whole

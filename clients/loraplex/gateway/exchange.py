@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from loraplex.gateway.errors import HttpError, full, invalid
 from loraplex.runtime.rpc.shares import Shares
+from loraplex_client import RateLimit
 
 # Maximum bytes of a request's body: a router takes gRPC messages of 4 MiB.
 BODY_BYTES = 4 * 1024 * 1024
@@ -32,8 +34,11 @@ REQUEST_ID_HEADER = "x-request-id"
 NOT_ENFORCED_HEADER = "x-loraplex-not-enforced"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # What goes with the site whose pages may read an answer.
+_RATE_PARTS = ("limit", "remaining", "reset")
+_RATE_HEADERS = [f"x-ratelimit-{part}-{kind}" for kind in ("requests", "tokens") for part in _RATE_PARTS]
+_EXPOSED = ", ".join([REQUEST_ID_HEADER, "retry-after", NOT_ENFORCED_HEADER, *_RATE_HEADERS])
 _READERS = [
-    (b"access-control-expose-headers", b"x-request-id, retry-after, x-loraplex-not-enforced"),
+    (b"access-control-expose-headers", _EXPOSED.encode()),
     (b"vary", b"origin"),
 ]
 
@@ -70,6 +75,8 @@ class Exchange:
         self.names: Mapping[str, str] = {}
         # Paths of what the answer need not keep to.
         self.not_enforced: Sequence[str] = ()
+        # What the caller's plans leave.
+        self.rate_limits: Mapping[str, RateLimit] = {}
         # Number of writes of a stream, and the task that sends comments between them.
         self._written = 0
         self._commenting: asyncio.Task[None] | None = None
@@ -175,6 +182,12 @@ class Exchange:
         if self.not_enforced:
             paths = ", ".join(quote(path.removeprefix("chat."), safe="[]$/ ") for path in self.not_enforced)
             raw.append((NOT_ENFORCED_HEADER.encode(), paths.encode()))
+        for kind, rate in self.rate_limits.items():
+            values = (str(rate.limit), str(rate.remaining), _duration(rate.reset_s))
+            raw += [
+                (f"x-ratelimit-{part}-{kind}".encode(), value.encode())
+                for part, value in zip(_RATE_PARTS, values, strict=True)
+            ]
         if self.reader:
             raw += [(b"access-control-allow-origin", self.reader.encode("latin-1")), *_READERS]
         if status == 408:  # the rest of the body is not waited for
@@ -192,6 +205,13 @@ class Exchange:
         self.close()
         body = b"" if self.method == "HEAD" else body
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as OpenAI writes it, such as 6m0s, in whole seconds."""
+    minutes, left = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{left}s"
 
 
 def _left() -> HttpError:

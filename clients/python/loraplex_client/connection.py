@@ -21,9 +21,9 @@ import grpc
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
-from loraplex_client.endpoint import ADMITTED_KEY, NOT_ENFORCED_KEY, Endpoint
+from loraplex_client.endpoint import ADMITTED_KEY, NOT_ENFORCED_KEY, RATE_LIMITS_KEY, Endpoint
 from loraplex_client.errors import CancelledError, ClientClosedError, LoraplexError, error_of, unknown_keyword
-from loraplex_client.generation import Attempt, Generation, Piece, Recovery
+from loraplex_client.generation import Attempt, Generation, Piece, RateLimit, Recovery
 
 # Maximum tokens of a message whose log probabilities are read on the event loop, in some milliseconds.
 _FEW = 256
@@ -38,6 +38,9 @@ class _Running:
     def __init__(self, endpoint: Endpoint, recovery: Recovery) -> None:
         self._endpoint = endpoint
         self._recovery = recovery
+        # What a Generation has of these names, once the request is admitted.
+        self.not_enforced: tuple[str, ...] = ()
+        self.rate_limits: Mapping[str, RateLimit] = {}
         self._closing = False
         self._start()
 
@@ -54,6 +57,15 @@ class _Running:
             return self._recovery.lost(failure)
         except LoraplexError:
             raise failure from error
+
+    def _hear(self, metadata: Any) -> bool:
+        """Take what an answer's metadata says of its request; return whether that is admitted."""
+        told = dict(metadata or ())
+        self.not_enforced = tuple(json.loads(told.get(NOT_ENFORCED_KEY, "[]")))
+        if rates := told.get(RATE_LIMITS_KEY):
+            self.rate_limits = {kind: RateLimit(*values) for kind, values in json.loads(rates).items()}
+            self._recovery.rate_limits = self.rate_limits
+        return ADMITTED_KEY in told
 
     def _leave(self) -> None:
         self._closing = True
@@ -98,6 +110,8 @@ class GenerationStream(_Running, Iterator[Piece]):
 
     def _read(self) -> Piece:
         for response in self._rpc:
+            if response.event.HasField("summary"):
+                self._hear(self._rpc.initial_metadata())
             piece = self._recovery.take(response.event)
             if piece is not None:
                 return piece
@@ -127,7 +141,6 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
 
     def __init__(self, endpoint: Endpoint, recovery: Recovery) -> None:
         self._leaving = asyncio.Event()
-        self.not_enforced: tuple[str, ...] = ()
         super().__init__(endpoint, recovery)
 
     async def __anext__(self) -> Piece:
@@ -157,6 +170,8 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
     async def _read(self) -> Piece:
         async for response in self._rpc:
             event = response.event
+            if event.HasField("summary"):
+                await self.admitted()
             if len(event.prompt_logprobs.tokens) + len(event.delta.logprobs) > _FEW:
                 piece = await asyncio.to_thread(self._recovery.take, event)
             else:
@@ -168,13 +183,8 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
         raise StopAsyncIteration
 
     async def admitted(self) -> bool:
-        """Return True once a router has admitted the request, which then may wait for long; else read the stream.
-
-        `not_enforced` is what a Generation has of this name.
-        """
-        metadata = dict(await self._rpc.initial_metadata() or ())
-        self.not_enforced = tuple(json.loads(metadata.get(NOT_ENFORCED_KEY, "[]")))
-        return ADMITTED_KEY in metadata
+        """Return True once a router has admitted the request, which then may wait for long; else read the stream."""
+        return self._hear(await self._rpc.initial_metadata())
 
     async def result(self) -> Generation:
         """Read to the end and return the whole answer. Raises LoraplexError."""

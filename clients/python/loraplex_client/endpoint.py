@@ -168,6 +168,8 @@ TENANT_KEY = "x-loraplex-tenant"
 ADMITTED_KEY = "x-loraplex-admitted"
 # Metadata of the same answer: the parts of tools' schemas that calls need not keep to, as JSON.
 NOT_ENFORCED_KEY = "x-loraplex-not-enforced"
+# Also of the same answer: what the caller's plans leave, as JSON.
+RATE_LIMITS_KEY = "x-loraplex-rate-limits"
 _ASKS_FOR_ADMISSION = ((ADMITTED_KEY, "1"),)
 # The tenant of a client that has neither a credential nor a tenant.
 DEFAULT_TENANT = "default"

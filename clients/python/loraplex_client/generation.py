@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -90,6 +90,15 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class RateLimit:
+    """A limit of the caller's plan: its maximum, what is left of it, and the seconds until its window ends."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True)
 class Generation:
     """A finished request. `adapter_revision` is the immutable revision that served it, empty for the base model.
 
@@ -110,6 +119,8 @@ class Generation:
     parsed: Any = None
     # Paths of the parts of tools' schemas that calls need not keep to.
     not_enforced: tuple[str, ...] = ()
+    # The limits of `requests` and of `tokens` of which least is left, with this request; none: the plans have none.
+    rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
 
     @property
     def reasoning(self) -> str:
@@ -255,6 +266,7 @@ class Recovery:
         # Whether the current call has brought any event.
         self._came = False
         self.whole: Generation | None = None
+        self.rate_limits: Mapping[str, RateLimit] = {}
 
     def attempt(self) -> Attempt:
         """Return the next call."""
@@ -278,7 +290,8 @@ class Recovery:
         self._token = event.resume_token or self._token
         piece = self._fold.take(event)
         if piece is not None and piece.finished is not None:
-            self.whole = piece.finished
+            self.whole = replace(piece.finished, rate_limits=self.rate_limits)
+            return replace(piece, finished=self.whole)
         return piece
 
     def end(self) -> None:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,6 +64,15 @@ class Counts(msgspec.Struct, frozen=True, order=True):
     output_tokens: int = 0
 
 
+class Room(msgspec.Struct, frozen=True, array_like=True):
+    """What a limit of a plan leaves beside what is charged and reserved; `ends_s`: seconds until its window ends."""
+
+    limit: str
+    most: int
+    left: int
+    ends_s: float = 0.0
+
+
 class Reservation(msgspec.Struct):
     """A request's reservation at its router, in one account or more, separated by spaces.
 
@@ -93,6 +103,8 @@ class Reservation(msgspec.Struct):
     # Tokens that the ledger has confirmed as charged.
     told_input: int = 0
     told_output: int = 0
+    # What the limits left when it was granted; see Room.
+    room: list[Room] = []
 
     def use(self, used_input: int, used_output: int) -> None:
         """Count what is used by now."""
@@ -137,6 +149,8 @@ class _Answer(msgspec.Struct):
     loads: bool = False
     refused: tuple[str, str, float] | None = None
     reservation: Reservation | None = None
+    room: list[Room] = []
+    now: int = 0
     number: int = 0
     ended: int = 0
     moved: list[str] = []
@@ -194,6 +208,11 @@ class Ledger:
         assert answer.reservation is not None, "what is not refused is granted"
         granted = answer.reservation
         granted.told_input, granted.told_output = granted.used_input, granted.used_output
+        granted.room = [
+            msgspec.structs.replace(one, ends_s=_window_left_ms(answer.now, one.limit) / 1e3)
+            for one in answer.room
+            if "_per_" in one.limit
+        ]
         return granted
 
     async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, set[str]]:
@@ -271,6 +290,16 @@ class Asked:
     async def reserve(self) -> Reservation:
         """Reserve them alone. Raises as Ledger.reserve does."""
         return await self.ledger.reserve(self.reservation, self.received, self.limits)
+
+
+def _window_left_ms(now_ms: int, limit: str) -> int:
+    """Return the time in milliseconds until the window of a limit ends, by UTC, such as tokens_per_day."""
+    if limit.endswith("_month"):
+        day = datetime.fromtimestamp(now_ms / 1e3, UTC).date().replace(day=1)
+        next_month = (day + timedelta(days=31)).replace(day=1)
+        return int(datetime.combine(next_month, datetime.min.time(), UTC).timestamp() * 1e3) - now_ms
+    size_ms = 86_400_000 if limit.endswith("_day") else 60_000
+    return size_ms - now_ms % size_ms
 
 
 def _chunks(items: Sequence[_T]) -> list[Sequence[_T]]:

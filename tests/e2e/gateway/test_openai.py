@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from loraplex.contracts.options import Encode, SamplingParams
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, MODEL, PROMPT, Eventually, expected
 from tests.hash_oracle import expected_vector
+from tests.plans_file import set_plans
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 Client = openai.AsyncOpenAI
@@ -214,6 +216,32 @@ async def test_schemas_that_cannot_be_enforced_leave_the_rest_enforced(client: C
     asked |= {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 2}
     whole = await client.chat.completions.with_raw_response.create(**asked)
     assert "x-loraplex-not-enforced" not in whole.headers
+
+
+async def test_headers_say_what_the_plan_leaves(cluster: Cluster, client: Client, eventually: Eventually) -> None:
+    """As OpenAI's do, with the first byte of a stream too."""
+    await set_plans(cluster.local.store, "[tenants.limited]\nrequests_per_minute = 60\ntokens_per_day = 100000\n")
+    asked: Any = {"messages": MESSAGES, "model": "hash", "max_tokens": 2}
+    limited = client.with_options(default_headers={"x-loraplex-tenant": "limited"})
+    found: list[dict[str, str]] = []
+
+    async def is_limited() -> bool:
+        raw = await limited.chat.completions.with_raw_response.create(**asked)
+        found[:] = [{name: value for name, value in raw.headers.items() if name.startswith("x-ratelimit-")}]
+        return bool(found[0])
+
+    await eventually(is_limited)
+    streamed = await limited.chat.completions.with_raw_response.create(**asked, stream=True)
+    for headers in (found[0], streamed.headers):
+        assert headers["x-ratelimit-limit-requests"] == "60"
+        assert headers["x-ratelimit-limit-tokens"] == "100000"
+        assert 0 <= int(headers["x-ratelimit-remaining-requests"]) < 60
+        assert 0 < int(headers["x-ratelimit-remaining-tokens"]) < 100_000
+        assert re.fullmatch(r"1m0s|\d+s", headers["x-ratelimit-reset-requests"])
+        assert re.fullmatch(r"(\d+h)?(\d+m)?\d+s", headers["x-ratelimit-reset-tokens"])
+    _ = [chunk async for chunk in streamed.parse()]
+    without = await client.chat.completions.with_raw_response.create(**{**asked, "model": "a"})
+    assert not [name for name in without.headers if name.startswith("x-ratelimit-")]
 
 
 async def test_a_chat_with_the_tools_of_any_mcp_server_is_answered(client: Client) -> None:

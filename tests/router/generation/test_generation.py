@@ -144,8 +144,8 @@ async def test_the_live_revision_answers_where_the_candidate_fails_before_a_toke
     admission.side, admission.refusals = candidate_side(candidate=True), [Unavailable("too large", reason="NO_WORKER")]
     announced, store = list[object](), Store()
 
-    async def announce(not_enforced: object) -> None:
-        announced.append(not_enforced)
+    async def announce(not_enforced: object, rates: object) -> None:
+        announced.append((not_enforced, rates))
 
     running = asyncio.create_task(ids_of(generation.run(REQUEST, 60.0, on_admitted=announce)))
     await claim(queue)

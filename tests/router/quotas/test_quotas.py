@@ -112,6 +112,15 @@ async def test_a_refusal_says_whose_quota_it_is_and_when_to_come_again(new: New)
     assert never.value.retry_after_s is None
 
 
+async def test_a_budget_says_of_which_limits_least_is_left(new: New) -> None:
+    quotas = new(tokens_per_day=1_000, output_tokens_per_minute=500, requests_per_minute=9, concurrent_streams=3)
+    await reserved(quotas, 40, 60)
+    rates = (await reserved(quotas, 40, 60)).rate_limits
+    assert {kind: rate[:2] for kind, rate in rates.items()} == {"requests": (9, 7), "tokens": (500, 380)}
+    assert all(0 < ends_s <= 60 for _, _, ends_s in rates.values())
+    assert (await reserved(new(concurrent_streams=9), 1, 1)).rate_limits == {}
+
+
 async def test_what_a_request_used_stays_and_the_rest_comes_back(new: New, redis: Redis) -> None:
     quotas = new(tokens_per_day=1_000)
     whole, left, refused = [await reserved(quotas, 2, 100) for _ in range(3)]

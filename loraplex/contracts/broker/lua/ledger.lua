@@ -235,6 +235,17 @@ function ledger.refusal(call, r, needs, holds)
   return refused
 end
 
+-- Return what each limit of a call leaves beside what is charged and held: its name, its maximum, what is left.
+function ledger.room_of(call)
+  local room = {}
+  for i, limit in ipairs(call.message.limits) do
+    local name, limit_name, field, most = unpack(limit)
+    local account = ledger.account_of(call, name)
+    room[i] = {limit_name, most, math.max(0, most - account[field] - account['held_' .. field])}
+  end
+  return room
+end
+
 -- Make the reservation of a request in its accounts, or of one that goes on where it is resumed. Returns the call and an
 -- answer: with the reservation, which `grant` writes; or with what refuses it.
 function ledger.reserve(packed)
@@ -278,7 +289,7 @@ function ledger.reserve(packed)
   r.requests, r.input, r.output, r.streams = needs.requests, r.used_input + input, r.used_output + output, 1
   ledger.hold(call, r, 1)
   call.reservations[r.id] = r
-  return call, {reservation = r}
+  return call, {reservation = r, room = ledger.room_of(call), now = call.now}
 end
 
 -- Write the reservation of an answer, and return the answer packed; one that refuses changes nothing.

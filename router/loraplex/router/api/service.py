@@ -47,6 +47,7 @@ from loraplex.router.api.request_telemetry import RequestRecord, RequestTelemetr
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation, OnAdmitted
 from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls
+from loraplex.router.quotas.quotas import RateLimits
 from loraplex.router.request import Message, Request, Stopping, Summary
 from loraplex.router.text.chat import tokenizer_config
 from loraplex.runtime.rpc.errors import CallError, InvalidField
@@ -293,6 +294,9 @@ def write_scores(scores: Sequence[ContinuationScore], summary: Summary) -> pb.Sc
 ADMITTED_KEY = "x-loraplex-admitted"
 # Metadata of the same answer: Summary.not_enforced as JSON, where there is any.
 NOT_ENFORCED_KEY = "x-loraplex-not-enforced"
+# Also of the same answer, where the caller's plans have such limits: {"requests": [maximum, left, seconds until the
+# window ends], "tokens": [...]} as JSON.
+RATE_LIMITS_KEY = "x-loraplex-rate-limits"
 
 
 def _announcer(context: Context) -> OnAdmitted | None:
@@ -300,9 +304,11 @@ def _announcer(context: Context) -> OnAdmitted | None:
     if ADMITTED_KEY not in dict(context.invocation_metadata() or ()):
         return None
 
-    async def announce(not_enforced: Sequence[str]) -> None:
-        told = ((NOT_ENFORCED_KEY, json.dumps(not_enforced)),) if not_enforced else ()
-        await context.send_initial_metadata(((ADMITTED_KEY, "1"), *told))
+    async def announce(not_enforced: Sequence[str], rates: RateLimits) -> None:
+        told = ((NOT_ENFORCED_KEY, not_enforced), (RATE_LIMITS_KEY, rates))
+        await context.send_initial_metadata(
+            ((ADMITTED_KEY, "1"), *((key, json.dumps(value)) for key, value in told if value))
+        )
 
     return announce
 

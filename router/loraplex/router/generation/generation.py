@@ -25,7 +25,7 @@ from loraplex.router.generation.answer import Answer
 from loraplex.router.generation.resume import ResumePayload, ResumeTokens, Resumption
 from loraplex.router.generation.rollouts import NOT_OF_REVISIONS, Rollouts, Side, Trial
 from loraplex.router.generation.run import Run, Runs
-from loraplex.router.quotas.quotas import CallBudget, Quotas
+from loraplex.router.quotas.quotas import CallBudget, Quotas, RateLimits
 from loraplex.router.quotas.usage import NO_FACTS, Facts
 from loraplex.router.request import Message, Received, Request
 from loraplex.router.text.tokenizer import PromptTokenizer
@@ -34,7 +34,7 @@ from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, InvalidFi
 log = logging.getLogger(__name__)
 
 # Takes the paths of what the answer's calls need not keep to.
-OnAdmitted = Callable[[Sequence[str]], Awaitable[None]]
+OnAdmitted = Callable[[Sequence[str], RateLimits], Awaitable[None]]
 
 
 # Interval in seconds between looks at the streams.
@@ -144,11 +144,11 @@ class Generation:
             sides.append(replace(candidate, resolved=candidate.live, is_candidate=False, is_counted=False))
         ends_at, begun = time.monotonic() + (deadline_s or 0.0), False
 
-        async def announce(not_enforced: Sequence[str]) -> None:
+        async def announce(not_enforced: Sequence[str], rates: RateLimits) -> None:
             nonlocal on_admitted
             if on_admitted is not None:  # once, whichever revision answers
                 announced, on_admitted = on_admitted, None
-                await announced(not_enforced)
+                await announced(not_enforced, rates)
 
         for side in sides:
             left_s = None if deadline_s is None else ends_at - time.monotonic()
@@ -174,7 +174,7 @@ class Generation:
         """Yield the messages of a run to its reader; `received`: what the client of a resumed request has."""
         request, job = run.request, run.routed.job
         try:
-            await on_admitted(run.calls.not_enforced)
+            await on_admitted(run.calls.not_enforced, run.budget.rate_limits if run.budget else {})
             make_answer = partial(Answer, request, run.tokenizer, run.routed, received, run.chat_format)
             answer = await self.prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
             started = False

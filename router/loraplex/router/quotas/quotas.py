@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
@@ -32,6 +33,7 @@ from loraplex.contracts.broker.ledger import (
     LedgerUnreadyError,
     QuotaReachedError,
     Reservation,
+    Room,
 )
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.plans import LOOK_S as PLANS_LOOK_S
@@ -48,6 +50,8 @@ from loraplex.runtime.rpc.tasks import every
 from loraplex.runtime.telemetry.logging import LogOnce
 
 T = TypeVar("T")
+# Of `requests` and `tokens`: the maximum, what is left, and the seconds until the window ends.
+RateLimits = Mapping[str, tuple[int, int, float]]
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +88,17 @@ class CallBudget:
     began_at: float = field(default_factory=time.monotonic)
     # Done once the ledger knows the end.
     end: asyncio.Future[None] | None = None
+    # What the limits left when it was granted.
+    room: Sequence[Room] = ()
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        """Return the limits of requests and of tokens of which least was left."""
+        rates: dict[str, tuple[int, int, float]] = {}
+        for one in sorted(self.room, key=attrgetter("left")):
+            kind = "requests" if one.limit == "requests_per_minute" else "tokens"
+            rates.setdefault(kind, (one.most, one.left, round(one.ends_s, 3)))
+        return rates
 
     @property
     def asked(self) -> Asked:
@@ -282,6 +297,7 @@ class Quotas:
 
     def _grant(self, budget: CallBudget, reservation: Reservation) -> None:
         budget.reservation, budget.charged_input = reservation, reservation.used_input
+        budget.room, reservation.room = reservation.room, []  # which the ledger is not told
         self._budgets.add(budget)
 
     def end(self, budget: CallBudget, linger_s: float = 0.0) -> None:
