@@ -11,6 +11,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from loraplex.adapter_store import api_keys
 from loraplex.adapter_store.api_keys import ApiKey, ApiKeys
 from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.adapter_store.embedded import EmbeddedDatabase
@@ -18,7 +19,7 @@ from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.rpc.server import channel_options
-from loraplex.runtime.tenancy.api_keys import hash_of, split_api_key
+from loraplex.runtime.tenancy.api_keys import hash_of, new_api_key, split_api_key
 
 
 @pytest.fixture
@@ -107,6 +108,22 @@ async def test_changes_are_read_from_where_the_last_answer_ended(keys: Any) -> N
     assert [key.key.key_id for key in news.keys] == [made[0].key.key_id]
     assert news.keys[0].key.HasField("revoke_time")
     assert len((await changes(keys, "another", first.latest)).keys) == 3
+
+
+def test_two_stores_that_start_together_take_over_one_operators_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, text, _ = new_api_key()
+    first, second = (ApiKeys(EmbeddedDatabase(tmp_path / "catalog"), lambda _: None) for _ in range(2))
+    made = first.bootstrap(text)
+    find, looks = api_keys._find, list[str]()
+
+    def early(rows: Any, key_id: str) -> ApiKey | None:
+        looks.append(key_id)
+        return None if len(looks) == 1 else find(rows, key_id)
+
+    monkeypatch.setattr(api_keys, "_find", early)  # the second looks before the first has written
+    assert second.bootstrap(text) == made
 
 
 def test_a_change_is_told_before_another_thread_can_make_the_next(tmp_path: Path) -> None:

@@ -230,10 +230,13 @@ class ApiKeys:
                 raise Exhausted(f"tenants/{tenant}/keys", message, retry_after_s=None, reason="KEYS_FULL")
             rows.execute(
                 "INSERT INTO api_keys (key_id, tenant, role, scopes, label, create_ns, expire_ns, change) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys))",
+                "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys)) "
+                "ON CONFLICT (key_id) DO NOTHING",  # another store has taken over the first operator's key just now
                 (key_id, tenant, role.value, " ".join(sorted(scopes)), label, now, expire_ns),
             )
-            rows.execute("INSERT INTO api_key_secrets VALUES (?, ?, ?, NULL)", (key_id, sha256, now))
+            rows.execute(
+                "INSERT INTO api_key_secrets VALUES (?, ?, ?, NULL) ON CONFLICT DO NOTHING", (key_id, sha256, now)
+            )
             changed.append(_get(rows, key_id))
         return changed[0]
 
