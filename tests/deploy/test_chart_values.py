@@ -292,7 +292,8 @@ def test_parts_call_each_other_and_what_their_values_name_alone() -> None:
         ("laptop", ("store.bucket=acme",), "/store/bucket"),
         ("laptop", ("image.digests.router=sha256:1",), "/image/digests/router"),
         ("laptop", ("image.digests.nosuch=x",), "additional properties 'nosuch' not allowed"),
-        ("laptop", ("router.env[0].name=A",), "/router/env/0"),
+        ("laptop", ("router.env[0].value=A",), "/router/env/0"),
+        ("laptop", ("router.env[0].name=A", "router.env[0].value=x", "router.env[0].valueFrom.a=b"), "/router/env/0"),
         (
             "laptop",
             ("router.env[0].name=POD_NAME", "router.env[0].value=x"),
