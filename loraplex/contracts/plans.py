@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError
@@ -65,6 +66,12 @@ WEIGHTS = (0.001, 1_000.0)
 def plan_name(tenant: str = "", key_id: str = "") -> str:
     """Return the name of the plan of a tenant or of a key."""
     return f"keys/{key_id}" if key_id else f"tenants/{tenant}"
+
+
+def windows_at(time_ms: int) -> dict[str, int]:
+    """Return the numbers of the windows of quotas that a time in milliseconds since 1970 belongs to."""
+    day = datetime.fromtimestamp(time_ms / 1000, UTC)
+    return {"minute": time_ms // 60_000, "day": time_ms // 86_400_000, "month": 12 * day.year + day.month - 1}
 
 
 def default_model(*plans: Plan) -> str:

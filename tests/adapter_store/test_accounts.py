@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import pytest
 
-from loraplex.adapter_store.accounts import Row, StoredAccounts, windows_at
+from loraplex.adapter_store.accounts import Row, StoredAccounts
 from loraplex.adapter_store.app import Store
 from loraplex.adapter_store.database import Database
 from loraplex.admin.v1 import accounts_pb2 as pb
 from loraplex.admin.v1 import accounts_pb2_grpc, tenants_pb2, tenants_pb2_grpc
+from loraplex.contracts.plans import windows_at
 
 # Noon of the last day of a year: the next day is in another month.
 NOON = int(datetime(2026, 12, 31, 12, tzinfo=UTC).timestamp()) * 1000

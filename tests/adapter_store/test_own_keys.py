@@ -1,8 +1,9 @@
-"""Keys of a tenant that its administrator makes, lists and revokes, at a real store with credentials."""
+"""What a tenant's administrator does at a real store with credentials: its keys, and its accounts and plans."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import grpc
 import pytest
 
+from loraplex.adapter_store.accounts import StoredAccounts
 from loraplex.adapter_store.api_keys import _DAY_NS, ApiKeys
 from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.adapter_store.embedded import EmbeddedDatabase
+from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 from loraplex.admin.v1 import keys_pb2 as pb
-from loraplex.admin.v1 import keys_pb2_grpc
+from loraplex.contracts.plans import windows_at
 from loraplex.runtime.rpc.errors import Exhausted
 from loraplex.runtime.rpc.principal import Role
 from loraplex_client import Tls
@@ -25,9 +28,14 @@ from tests.credentials_files import write_tls_files
 class World:
     """A store with credentials, whose operator makes keys."""
 
-    def __init__(self, operator: grpc.aio.Channel, tenants: grpc.aio.Channel) -> None:
-        self.operator: Any = keys_pb2_grpc.KeyServiceStub(operator)
+    def __init__(self, store: Store, operators: grpc.aio.Channel, tenants: grpc.aio.Channel) -> None:
+        self.store, self.operators, self.tenants = store, operators, tenants
+        self.operator: Any = keys_pb2_grpc.KeyServiceStub(operators)
         self._tenants: Any = keys_pb2_grpc.KeyServiceStub(tenants)
+
+    def bearer(self, key: pb.CreateKeyResponse) -> tuple[str, str]:
+        """Return the metadata of a call with a key."""
+        return "authorization", f"Bearer {key.api_key}"
 
     async def key(self, tenant: str = "acme", role: str = "tenant-admin", *scopes: str) -> pb.CreateKeyResponse:
         """Make a key as the operator."""
@@ -37,8 +45,7 @@ class World:
 
     async def ask(self, key: pb.CreateKeyResponse, method: str, request: Any) -> Any:
         """Call a method with a key at the port for tenants."""
-        metadata = (("authorization", f"Bearer {key.api_key}"),)
-        return await getattr(self._tenants, method)(request, metadata=metadata)
+        return await getattr(self._tenants, method)(request, metadata=(self.bearer(key),))
 
     async def refused(self, key: pb.CreateKeyResponse, method: str, request: Any) -> tuple[str, str]:
         """Return the code and the message with which a call is refused."""
@@ -61,7 +68,7 @@ async def running(tmp_path: Path) -> AsyncIterator[World]:
         grpc.aio.secure_channel(operators, Tls(ca, cert, key).channel_credentials()) as operator,
         grpc.aio.secure_channel(store.addresses[0], Tls(ca).channel_credentials()) as tenants,
     ):
-        yield World(operator, tenants)
+        yield World(store, operator, tenants)
     await store.stop(0)
 
 
@@ -157,3 +164,29 @@ def test_an_administrator_makes_so_many_keys_a_day(tmp_path: Path) -> None:
     with pytest.raises(Exhausted, match="acme has 2 keys"):
         create()
     database.close()
+
+
+async def test_an_administrator_sees_accounts_and_plans_of_its_tenant(world: World) -> None:
+    admin, other = await world.key(), await world.key("globex")
+    own, others = f"keys/{admin.key.key_id}", f"keys/{other.key.key_id}"
+    counts = dict.fromkeys(("requests", "input_tokens", "output_tokens", "day_tokens", "month_tokens"), 5)
+    windows = windows_at(time.time_ns() // 1_000_000)
+    rows = [{"name": name, **windows, **counts} for name in (own, others, "acme", "globex")]
+    StoredAccounts(world.store._database).save(rows)
+    plans: Any = plans_pb2_grpc.PlanServiceStub(world.operators)
+    for name in ("default", "tenants/globex", own, others):
+        await plans.SetPlan(plans_pb2.SetPlanRequest(plan=plans_pb2.Plan(name=name, tokens_per_day=9)))
+
+    async def seen(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> tuple[list[str], list[str]]:
+        accounts: Any = accounts_pb2_grpc.AccountServiceStub(channel)
+        plans: Any = plans_pb2_grpc.PlanServiceStub(channel)
+        listed = await accounts.ListAccounts(accounts_pb2.ListAccountsRequest(), metadata=metadata)
+        named = await plans.ListPlans(plans_pb2.ListPlansRequest(), metadata=metadata)
+        return [one.name for one in listed.accounts], [one.name for one in named.plans]
+
+    assert await seen(world.tenants, world.bearer(admin)) == (["acme", own], ["default", own])
+    assert await seen(world.tenants, world.bearer(other)) == (["globex", others], [others, "tenants/globex"])
+    everything = sorted([own, others, "acme", "globex"]), sorted(["default", own, others, "tenants/globex"])
+    assert await seen(world.operators, ("x-loraplex-tenant", "acme")) == everything
+    with pytest.raises(grpc.aio.AioRpcError, match="role tenant-user"):
+        await seen(world.tenants, world.bearer(await world.key("acme", "tenant-user")))

@@ -22,7 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from obstore.store import AzureStore, MemoryStore
 
-from loraplex.adapter_store.accounts import StoredAccounts, windows_at
+from loraplex.adapter_store.accounts import StoredAccounts
 from loraplex.adapter_store.app import OLD_S, Store, StoreSettings
 from loraplex.adapter_store.bases import BaseModels
 from loraplex.adapter_store.bucket import BucketDirectory
@@ -39,7 +39,7 @@ from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName, parse_reference
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, revision_digest
-from loraplex.contracts.plans import Plan
+from loraplex.contracts.plans import Plan, windows_at
 from loraplex.releases.releases import Releases
 from loraplex.router.catalog.store_client import KeyCopy, StoreClient
 from loraplex.runtime.rpc.errors import Aborted, NotFound, Unavailable

@@ -1,5 +1,7 @@
 """Accounts of tenants and API keys: routers save copies of those in Redis, and fill a Redis that has lost its data.
 
+Operators and auditors read them, and a tenant's administrator those of its tenant and of its keys.
+
 The clock that numbers the windows is that of Redis. The store follows it: a window is taken however far it is ahead, as
 refusing it would lose a quota for a wrong clock. A saved window that has not begun by the store's clock gives way to
 any other, so that a clock that was ahead and is put right does not close an account for as long as it was ahead.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -19,8 +21,10 @@ from loraplex.adapter_store.database import Database
 from loraplex.admin.v1 import accounts_pb2 as pb
 from loraplex.admin.v1 import accounts_pb2_grpc
 from loraplex.contracts.artifacts.names import check_tenant
+from loraplex.contracts.plans import windows_at
 from loraplex.runtime.rpc.errors import InvalidField
 from loraplex.runtime.rpc.interceptors import Context
+from loraplex.runtime.rpc.principal import own_tenant
 
 # The columns of an account's row, which are the fields of its message.
 Row = dict[str, Any]
@@ -61,14 +65,12 @@ _SAVE = (
 )
 # An account whose windows have all passed has nothing that a quota counts.
 _HAS_PASSED = "month < :month AND day < :day AND minute < :minute"
-_PAGE = f"SELECT {_COLUMNS} FROM accounts WHERE name > :after AND NOT ({_HAS_PASSED}) ORDER BY name LIMIT :limit"
+_OF_TENANT = "name = :tenant OR name IN (SELECT 'keys/' || key_id FROM api_keys WHERE tenant = :tenant)"
+_PAGE = (
+    f"SELECT {_COLUMNS} FROM accounts WHERE name > :after AND NOT ({_HAS_PASSED}) "
+    f"AND (:tenant = '' OR {_OF_TENANT}) ORDER BY name LIMIT :limit"
+)
 _REMOVE = f"DELETE FROM accounts WHERE {_HAS_PASSED}"
-
-
-def windows_at(time_ms: int) -> dict[str, int]:
-    """Return the numbers of the windows that a time in milliseconds since 1970 belongs to."""
-    day = datetime.fromtimestamp(time_ms / 1000, UTC)
-    return {"minute": time_ms // 60_000, "day": time_ms // 86_400_000, "month": 12 * day.year + day.month - 1}
 
 
 class StoredAccounts:
@@ -90,9 +92,12 @@ class StoredAccounts:
                 rows.execute(_REMOVE, windows_at(now_ms - _KEPT_MS))
             self._remove_at_ms = now_ms + _REMOVE_MS
 
-    def page(self, after: str, limit: int) -> list[Row]:
-        """Return accounts in order of name, from the first after `after`, without those whose windows have passed."""
-        values = {"after": after, "limit": limit, **windows_at(self._now_ms() - _KEPT_MS)}
+    def page(self, after: str, limit: int, *, tenant: str = "") -> list[Row]:
+        """Return accounts in order of name, from the first after `after`, without those whose windows have passed.
+
+        With a tenant, its own and those of its keys.
+        """
+        values = {"after": after, "limit": limit, "tenant": tenant, **windows_at(self._now_ms() - _KEPT_MS)}
         with self._database.reading() as rows:
             return [dict(row) for row in rows.execute(_PAGE, values)]
 
@@ -101,7 +106,7 @@ class StoredAccounts:
 
 
 class AccountService(accounts_pb2_grpc.AccountServiceServicer):
-    """Serves loraplex.admin.v1.AccountService to routers."""
+    """Serves loraplex.admin.v1.AccountService."""
 
     def __init__(self, accounts: StoredAccounts) -> None:
         self._accounts = accounts
@@ -130,10 +135,9 @@ class AccountService(accounts_pb2_grpc.AccountServiceServicer):
             await asyncio.to_thread(self._accounts.save, batch)
 
     async def ListAccounts(self, request: pb.ListAccountsRequest, context: Context) -> pb.ListAccountsResponse:
-        """Return a page of accounts, in order of name."""
-        accounts, token = await list_page(
-            request, self._accounts.page, lambda row: pb.Account(**row), lambda row: str(row["name"])
-        )
+        """Return a page of the accounts that the caller sees, in order of name."""
+        fetch = partial(self._accounts.page, tenant=own_tenant())
+        accounts, token = await list_page(request, fetch, lambda row: pb.Account(**row), lambda row: str(row["name"]))
         return pb.ListAccountsResponse(accounts=accounts, next_page_token=token)
 
 

@@ -28,7 +28,7 @@ from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
 from loraplex.runtime.rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, PermissionDenied
 from loraplex.runtime.rpc.interceptors import Context
-from loraplex.runtime.rpc.principal import TENANT_ROLES, Role, caller, calling_tenant
+from loraplex.runtime.rpc.principal import TENANT_ROLES, Role, caller, own_tenant
 from loraplex.runtime.tenancy.api_keys import (
     KEY_ROLES,
     USED_AT_ONCE,
@@ -325,7 +325,7 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
 
     async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Context) -> pb.RevokeKeyResponse:
         """End a key for good."""
-        key = await asyncio.to_thread(self._keys.revoke, request.key_id, _own_tenant())
+        key = await asyncio.to_thread(self._keys.revoke, request.key_id, own_tenant())
         _note("revoked", key)
         return pb.RevokeKeyResponse(key=_to_pb(key))
 
@@ -373,14 +373,9 @@ def _tenant(tenant: str, role: Role) -> str:
     return tenant
 
 
-def _own_tenant(named: str = "") -> str:
-    """Return the tenant whose keys alone the caller sees; empty for operators and auditors, who see all.
-
-    Raises PermissionDenied where the request has `named` another.
-    """
-    if caller().roles & {Role.OPERATOR, Role.AUDITOR}:
-        return ""
-    if named not in {"", own := calling_tenant()}:
+def _own_tenant(named: str) -> str:
+    """Return the tenant whose keys alone the caller sees, or nothing. Raises PermissionDenied if it names another."""
+    if (own := own_tenant()) and named not in {"", own}:
         raise PermissionDenied(f"tenant: the credential is of tenant {own}, not of {named!r}", "OTHER_TENANT")
     return own
 

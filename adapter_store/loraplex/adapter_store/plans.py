@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import msgspec
@@ -23,7 +24,7 @@ from loraplex.contracts.artifacts.names import SHARED, check_tenant
 from loraplex.contracts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, default_model, make_plan, plan_name
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, NotFound
 from loraplex.runtime.rpc.interceptors import Context
-from loraplex.runtime.rpc.principal import caller
+from loraplex.runtime.rpc.principal import caller, own_tenant
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +105,15 @@ class StoredPlans:
             raise NotFound("plan", name)
         return stored
 
-    def page(self, after: str, limit: int) -> list[NamedPlan]:
-        """Return plans in order of name, from the first after `after`."""
-        later = (name for name, one in self._plans.items() if name > after and one.plan is not None)
+    def page(self, after: str, limit: int, *, tenant: str = "") -> list[NamedPlan]:
+        """Return plans in order of name, from the first after `after`; of a tenant, those that its calls must fit."""
+        later = {name for name, one in self._plans.items() if name > after and one.plan is not None}
+        if tenant:
+            with self._database.reading() as rows:
+                keys = rows.execute("SELECT key_id FROM api_keys WHERE tenant = ?", (tenant,)).fetchall()
+            own = self._plans.get(plan_name(tenant))
+            of_tenant = plan_name(tenant) if own and own.plan is not None else DEFAULT
+            later &= {of_tenant, *(plan_name(key_id=row[0]) for row in keys)}
         return [self._plans[name] for name in sorted(later)[:limit]]
 
     def changes(self, after: int, limit: int) -> list[NamedPlan]:
@@ -178,8 +185,9 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
         return pb.SetPlanResponse(plan=_to_pb(stored))
 
     async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:
-        """Return a page of plans, in order of name."""
-        plans, token = await list_page(request, self._plans.page, _to_pb, attrgetter("name"))
+        """Return a page of the plans that the caller sees, in order of name."""
+        fetch = partial(self._plans.page, tenant=own_tenant())
+        plans, token = await list_page(request, fetch, _to_pb, attrgetter("name"))
         return pb.ListPlansResponse(plans=plans, next_page_token=token)
 
     async def DeletePlan(self, request: pb.DeletePlanRequest, context: Context) -> pb.DeletePlanResponse:

@@ -35,6 +35,7 @@ from loraplex.cli.tenants import plans, tenants
 from loraplex.cli.terminal import CommandError, print_error
 from loraplex.cli.texts import classify, embed, score, tokens
 from loraplex.cli.up import up
+from loraplex.cli.usage import usage
 
 app = typer.Typer(
     name="loraplex",
@@ -91,7 +92,7 @@ for name, group in {
     **{"tenants": tenants, "certs": certs, "redis": redis, "audit": audit.app},
 }.items():
     app.add_typer(group, name=name)
-_OF_CLUSTERS: Sequence[Callable[..., None]] = (top, workers, queues, jobs, drain)
+_OF_CLUSTERS: Sequence[Callable[..., None]] = (usage, top, workers, queues, jobs, drain)
 for command in _OF_CLUSTERS:
     app.command()(command)
 for name, group in {"cells": cells, "quarantine": quarantine, "resume-keys": resume_keys}.items():

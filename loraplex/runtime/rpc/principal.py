@@ -101,6 +101,11 @@ def calling_key() -> str:
     return principal.key_id if principal else ""
 
 
+def own_tenant() -> str:
+    """Return the tenant whose things alone the caller of the current RPC sees; empty: those of all tenants."""
+    return "" if caller().roles & NAMING_ROLES else calling_tenant()
+
+
 def calling_tenant() -> str:
     """Return the tenant whom the current RPC concerns. Raises Unauthenticated where it concerns none."""
     if not (tenant := caller().tenant):

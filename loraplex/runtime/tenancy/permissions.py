@@ -212,13 +212,17 @@ PERMISSIONS: Mapping[str, Permission] = {
             ),
             "DeletePlan": _WRITE_PLANS.recorded("name"),
             "GetPlan": _READ_PLANS,
-            "ListPlans": _READ_PLANS,
+            # A tenant's administrator sees the plans that limit its tenant.
+            "ListPlans": Permission(PLANS_READ, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _WATCHERS}),
             "ListPlanChanges": Permission(PLANS_READ, {Port.OPERATORS: _ROUTERS}),
         },
     ),
     **_of(
         "loraplex.admin.v1.AccountService",
-        dict.fromkeys(("SaveAccounts", "ListAccounts"), Permission(ACCOUNTS, {Port.OPERATORS: _ROUTERS})),
+        {
+            "SaveAccounts": Permission(ACCOUNTS, {Port.OPERATORS: _ROUTERS}),
+            "ListAccounts": Permission(ACCOUNTS, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _WATCHERS | _ROUTERS}),
+        },
     ),
     **_of(
         "loraplex.admin.v1.TenantService",

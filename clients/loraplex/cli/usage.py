@@ -1,0 +1,81 @@
+"""`loraplex usage`: what tenants and API keys have used of their plans this minute, day and month."""
+
+from __future__ import annotations
+
+import time
+from operator import itemgetter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loraplex.cli.options import STORE, JsonOption, StoreOption
+from loraplex.cli.service import Service
+from loraplex.cli.terminal import print_json, print_rows
+from loraplex.contracts.plans import DEFAULT, plan_name, windows_at
+
+if TYPE_CHECKING:
+    from loraplex.admin.v1 import accounts_pb2, plans_pb2
+
+
+# What is used in the window of a limit, and the limit, under `used` and `limit`; None: there is none.
+Count = dict[str, int | None]
+
+
+def usage(
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Only this tenant and its keys.")] = "",
+    store: StoreOption = STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what tenants and API keys have used this minute, day and month, of which limits.
+
+    Operators and auditors see all tenants, a tenant's administrator its own. Counted are tenants and keys whose plans
+    have limits, and all tenants where routers write usage events. The store knows them up to a second late.
+
+    [bold]loraplex usage --tenant acme[/]
+    """
+    found = read_usage(store, tenant)
+    if as_json:
+        print_json(found)
+        return
+    limits = [*found[0]["counts"]] if found else []
+    rows = (
+        (one["tenant"] or "-", one["key"] or "-", one["label"], *map(_cell, one["counts"].values())) for one in found
+    )
+    print_rows(("tenant", "key", "label", *(limit.replace("_", " ") for limit in limits)), rows)
+
+
+def read_usage(store: str, tenant: str = "") -> list[dict[str, Any]]:
+    """Return tenant, key, label and counts of each account and plan that the caller sees, or of one tenant.
+
+    Raises CommandError.
+    """
+    accounts = {one.name: one for one in Service("store", store, "admin.v1.accounts").list("ListAccounts", "accounts")}
+    plans = {one.name: one for one in Service("store", store, "admin.v1.plans").list("ListPlans", "plans")}
+    keys = {one.key_id: one for one in Service("store", store, "admin.v1.keys").list("ListKeys", "keys")}
+    names = {*accounts, *(name.removeprefix("tenants/") for name in plans if name != DEFAULT)}
+    found = []
+    for name in names:
+        key_id = name.removeprefix("keys/") if name.startswith("keys/") else ""
+        owner, label = (key.tenant, key.label) if (key := keys.get(key_id)) else ("" if key_id else name, "")
+        plan = plans.get(plan_name(name, key_id)) or (None if key_id else plans.get(DEFAULT))
+        if tenant in {"", owner}:
+            counts = _counts(accounts.get(name), plan)
+            found.append({"tenant": owner, "key": key_id, "label": label, "counts": counts})
+    return sorted(found, key=itemgetter("tenant", "key"))
+
+
+def _counts(account: accounts_pb2.Account | None, plan: plans_pb2.Plan | None) -> dict[str, Count]:
+    from loraplex.contracts.broker.ledger import COUNTS
+
+    now, counts = windows_at(time.time_ns() // 1_000_000), dict[str, Count]()
+    for limit, field in COUNTS.items():
+        window = limit.rpartition("_per_")[2]
+        if window in now:  # the store does not know of open streams
+            is_current = account is not None and getattr(account, window) >= now[window]
+            most = getattr(plan, limit) if plan is not None and plan.HasField(limit) else None  # type: ignore[arg-type]
+            counts[limit] = {"used": getattr(account, field) if is_current else 0, "limit": most}
+    return counts
+
+
+def _cell(count: Count) -> str:
+    return str(count["used"]) if count["limit"] is None else f"{count['used']} of {count['limit']}"
