@@ -26,7 +26,7 @@ import yaml
 from loraplex.cli.credentials import make_first_key
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.broker.job_keys import new_job_key
-from loraplex_client import AsyncClient, Tls
+from loraplex_client import AsyncClient, Tls, UnauthenticatedError
 from tests.adapter_store.conftest import files_of
 from tests.adapter_store.sources.places import bucket_of, put_files, seaweed
 from tests.clients.operator.kubernetes_api import KubernetesApi
@@ -43,6 +43,8 @@ NEXT = MODEL.replace("seed=1", "seed=2")
 _NO_FILES = {"hub": None, "bucket": None, "volume": None, "hash": MODEL}
 _ON_CPU = {"device": "cpu", "replicas": 2, "resources": {"limits": {"memory": "1Gi"}}, "drainSeconds": 5}
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+# Maximum time in seconds until routers know a new key, and interval of looks.
+_KEY_S, _LOOK_S = 30.0, 0.1
 Values = Mapping[str, Any]
 Say = Callable[[str], None]
 
@@ -108,8 +110,22 @@ class Installed:
         return (self.directory / "keys" / "acme-ci.key").read_text().strip()
 
     async def client(self) -> AsyncClient:
-        """Return a tenant's client of the routers."""
-        return AsyncClient(self.cluster.routers, api_key=await self.tenant_key(), tls=self.tls)
+        """Return a tenant's client of the routers, once all of them know its key, which takes a second."""
+        key = await self.tenant_key()
+        async with asyncio.timeout(_KEY_S):
+            for address in self.cluster.routers.split(","):
+                async with AsyncClient(address, api_key=key, tls=self.tls) as client:
+                    while not await _is_known(client):  # noqa: ASYNC110  # routers hear of it by looks of their own
+                        await asyncio.sleep(_LOOK_S)
+        return AsyncClient(self.cluster.routers, api_key=key, tls=self.tls)
+
+
+async def _is_known(client: AsyncClient) -> bool:
+    try:
+        await client.models()
+    except UnauthenticatedError:
+        return False
+    return True
 
 
 @asynccontextmanager
