@@ -17,8 +17,10 @@ def key_of(store: Store, tenant: str) -> str:
     return store._keys.create(tenant, Role.TENANT_USER, frozenset[str](), "", None)[0].key_id
 
 
-async def test_a_restored_catalog_has_no_purged_tenant_and_no_revoked_key(tmp_path: Path) -> None:
-    settings = StoreSettings(data=tmp_path / "a", port=0, removals=str(tmp_path / "backups" / "removals"))
+@pytest.mark.parametrize("scheme", ["", "file://"])  # a directory, and the URL of what is read as a bucket
+async def test_a_restored_catalog_has_no_purged_tenant_and_no_revoked_key(tmp_path: Path, scheme: str) -> None:
+    (notes := tmp_path / "backups" / "removals").mkdir(parents=True)
+    settings = StoreSettings(data=tmp_path / "a", port=0, removals=f"{scheme}{notes}")
     store = Store(settings)
     await store.start()
     kept, revoked, purged = key_of(store, "acme"), key_of(store, "acme"), key_of(store, "globex")

@@ -135,7 +135,7 @@ async def test_a_revision_whose_commit_fails_is_not_there(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("loraplex.adapter_store.storage._sync_directory", full)
+        patch.setattr("loraplex.adapter_store.storage.sync_directory", full)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.upload("support", FILES)
     assert refusal(caught.value)[0] == "INTERNAL"

@@ -63,6 +63,36 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
         raise DataDirectoryError(f"--bucket: {url}: {str(error).partition(chr(10))[0]}") from error
 
 
+class BucketNotes:
+    """Small files in a folder of a bucket. Raises OSError."""
+
+    def __init__(self, bucket: ObjectStore) -> None:
+        self._bucket = bucket
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep a file."""
+        with _os_errors():
+            obstore.put(self._bucket, name, data)
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        with _os_errors():
+            return [each["path"] for page in obstore.list(self._bucket) for each in page]
+
+    def get(self, name: str) -> bytes:
+        """Return a file."""
+        with _os_errors():
+            return bytes(obstore.get(self._bucket, name).bytes())
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    try:
+        yield
+    except BaseError as error:
+        raise OSError(str(error).partition("\n")[0]) from error
+
+
 class BucketDirectory(DataDirectory):
     """A data directory whose blobs are in a bucket. `database` is set before the first of them is kept.
 

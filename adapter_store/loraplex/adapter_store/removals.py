@@ -9,18 +9,20 @@ Its calls block: make them in a thread.
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import obstore
-from obstore.exceptions import BaseError
 
-from loraplex.adapter_store.bucket import open_bucket
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.records import Rows
-from loraplex.adapter_store.storage import DataDirectoryError
+from loraplex.adapter_store.storage import DataDirectoryError, sync_directory
+
+if TYPE_CHECKING:
+    from loraplex.adapter_store.bucket import BucketNotes
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,39 @@ def record(rows: Rows, kind: str, name: str) -> None:
     rows.execute("INSERT INTO removals VALUES (?, ?, ?, 0) ON CONFLICT DO NOTHING", (removal_id, kind, name))
 
 
+class _Notes:
+    """Small files in a directory, made if missing. Raises OSError, as bucket.BucketNotes does."""
+
+    def __init__(self, place: str) -> None:
+        self._path = Path(place)
+        self._path.mkdir(parents=True, exist_ok=True)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep a file, on the disk."""
+        with (self._path / f".{name}").open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(file.name).replace(self._path / name)
+        sync_directory(self._path)
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        return [path.name for path in self._path.iterdir() if not path.name.startswith(".")]
+
+    def get(self, name: str) -> bytes:
+        """Return a file."""
+        return (self._path / name).read_bytes()
+
+
+def _open(place: str) -> _Notes | BucketNotes:
+    if "://" not in place:
+        return _Notes(place)
+    from loraplex.adapter_store.bucket import BucketNotes, open_bucket  # which is slow to import
+
+    return BucketNotes(open_bucket(place, _FILE_S))
+
+
 class Removals:
     """The files of removals in a place: a directory, made if missing, or the URL of a bucket's folder.
 
@@ -49,10 +84,7 @@ class Removals:
 
     def __init__(self, database: Database, place: str) -> None:
         self._database, self._place = database, place
-        if "://" not in place:
-            Path(place).mkdir(parents=True, exist_ok=True)
-            place = Path(place).absolute().as_uri()
-        self._files = open_bucket(place, _FILE_S)
+        self._files = _open(place)
 
     def note(self) -> None:
         """Write the files of removals that have none yet; those that a place does not take are tried again."""
@@ -60,10 +92,10 @@ class Removals:
             waiting = rows.execute("SELECT id, kind, name FROM removals WHERE noted = 0").fetchall()
         try:
             for removal_id, kind, name in map(tuple, waiting):
-                obstore.put(self._files, removal_id, msgspec.json.encode(_Removal(kind, name)))
+                self._files.put(removal_id, msgspec.json.encode(_Removal(kind, name)))
                 with self._database.transaction() as rows:
                     rows.execute("UPDATE removals SET noted = 1 WHERE id = ?", (removal_id,))
-        except BaseError as error:
+        except OSError as error:
             log.warning("%s does not take a note of a removal: %s", self._place, str(error).partition("\n")[0])
 
     def apply(self, removers: Mapping[str, Callable[[str], object]]) -> int:
@@ -74,13 +106,12 @@ class Removals:
         with self._database.reading() as rows:
             known = {removal_id for (removal_id,) in map(tuple, rows.execute("SELECT id FROM removals").fetchall())}
         try:
-            found = [each["path"] for page in obstore.list(self._files) for each in page]
             removals = {
-                removal_id: msgspec.json.decode(bytes(obstore.get(self._files, removal_id).bytes()), type=_Removal)
-                for removal_id in found
+                removal_id: msgspec.json.decode(self._files.get(removal_id), type=_Removal)
+                for removal_id in self._files.names()
                 if removal_id not in known
             }
-        except (BaseError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError) as error:
             raise DataDirectoryError(f"--removals: {self._place}: {str(error).partition(chr(10))[0]}") from error
         for removal_id, removal in removals.items():
             removers[removal.kind](removal.name)

@@ -236,7 +236,7 @@ class DataDirectory:
         def keep(_: Rows, file: str) -> None:
             with _disk_errors():
                 os.replace(upload.path / file, self._path(files[file].digest))
-                _sync_directory(self._blobs)
+                sync_directory(self._blobs)
 
         yield keep
 
@@ -273,7 +273,8 @@ class DataDirectory:
         return self._blobs / digest.removeprefix(DIGEST_PREFIX)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Write a directory's names to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
