@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -58,9 +57,11 @@ def test_routers_and_workers_are_users_of_redis_with_rights_of_their_own() -> No
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[int]:
     """The embedded server of the example `gpu`, run by Debian's Redis: Valkey's wheel has no TLS. Yields its port."""
-    pod = pod_of(render("gpu"), "lx-valkey")
-    for folder in ("tls", "acl", "data"):
+    manifests = render("gpu")
+    pod = pod_of(manifests, "lx-valkey")
+    for folder in ("tls", "acl", "data", "rights"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "rights" / "users.acl").write_text(named(manifests, "ConfigMap", "lx-valkey")["data"]["users.acl"])
     for role in ("router", "worker", "operator"):
         (tmp_path / "users" / role).mkdir(parents=True)
         (tmp_path / "users" / role / "password").write_text(f"secret-of-{role}\n")
@@ -74,8 +75,7 @@ async def server(tmp_path: Path) -> AsyncIterator[int]:
     (users,) = pod["initContainers"]
     for path in (tmp_path / "users").rglob("*"):
         path.chmod(0o500)  # as a mounted Secret: nothing is written there
-    command = [here(word).replace("loraplex redis", f"{sys.executable} -m loraplex redis") for word in users["command"]]
-    await asyncio.to_thread(subprocess.run, command, check=True, timeout=60)
+    await asyncio.to_thread(subprocess.run, [here(word) for word in users["command"]], check=True, timeout=60)
     port = str(free_port())
     (container,) = pod["containers"]
     words = [port if word == "6379" else here(str(word)) for word in container["command"]]

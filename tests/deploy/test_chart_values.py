@@ -217,6 +217,18 @@ def test_an_upgrade_changes_nothing_that_kubernetes_keeps() -> None:
     assert all(one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for one in claims.values())
 
 
+def test_a_revision_in_place_of_the_former_leaves_its_workers_as_they_are(tmp_path: Path) -> None:
+    values = yaml.safe_load((CHART / "examples" / "two-bases.yaml").read_text())
+    values["models"]["qwen"] = values["models"]["qwen"].pop("revisions")["int8"]
+    del values["workers"]["qwen-cpu"], values["workers"]["qwen-int8"]["revision"]
+    (tmp_path / "after.yaml").write_text(yaml.safe_dump(values))
+    before, after = (
+        named(render(example), "Deployment", "lx-worker-qwen-int8")["spec"]["template"]
+        for example in ("two-bases", tmp_path / "after.yaml")
+    )
+    assert before == after
+
+
 def test_monitors_keep_releases_apart_and_dashboards_come_as_config_maps() -> None:
     on = ("monitoring.enabled=true", "monitoring.dashboards.enabled=true")
     manifests = valid(render("laptop", on))

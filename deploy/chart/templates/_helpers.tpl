@@ -49,8 +49,11 @@ automountServiceAccountToken: false
 
 {{- define "loraplex.podMetadata" -}}
 labels:
-  {{- include "loraplex.labels" .root | nindent 2 }}
-  app.kubernetes.io/component: {{ .name }}
+  {{- include "loraplex.selector" (list .root .name) | nindent 2 }}
+  {{- if not .versionless }}
+  app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+  helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+  {{- end }}
   {{- with .labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

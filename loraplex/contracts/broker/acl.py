@@ -155,11 +155,9 @@ def rotated(passwords: Passwords) -> dict[str, list[str]]:
 
 
 def write_passwords(directory: Path, passwords: Passwords) -> None:
-    """Write the files, each as a whole, unless it is as it should be. Raises OSError."""
+    """Write the files, each as a whole. Raises OSError."""
     for user, lines in passwords.items():
         path = password_path(directory, user)
-        if path.exists() and path.read_text().split() == list(lines):  # its folder may be read-only
-            continue
         for folder in (directory, path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
