@@ -14,9 +14,17 @@ from tests.deploy.operating_rehearsal import rehearse_oidc, rehearse_operations,
 pytestmark = pytest.mark.nightly
 
 
+@pytest.fixture
+def folder(short_temp_dir: Path) -> Path:
+    """A folder of the rehearsal, which PostgreSQL enters as nobody."""
+    needs_helm()
+    short_temp_dir.chmod(0o711)
+    path = short_temp_dir / "r"
+    path.mkdir()
+    return path
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", [rehearse_operations, rehearse_rollout, rehearse_restricted, rehearse_oidc])
-async def test_no_request_fails_and_no_event_is_lost(part: Callable[..., Any], short_temp_dir: Path) -> None:
-    needs_helm()
-    (folder := short_temp_dir / "r").mkdir()
+async def test_no_request_fails_and_no_event_is_lost(part: Callable[..., Any], folder: Path) -> None:
     await part(folder, 4, print)
