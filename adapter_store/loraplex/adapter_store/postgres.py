@@ -135,7 +135,7 @@ class PostgresDatabase(Database):
         self._writer_id = self._writing = 0
         self._down_until = 0.0
         self._current_at = time.monotonic()
-        self._closed = threading.Event()
+        self._closed, self._ended = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         # Connections with a transaction, or a question of the listener, and since when.
         self._busy: dict[_Connection, float] = {}
@@ -213,12 +213,20 @@ class PostgresDatabase(Database):
             connection = psycopg.connect(
                 self._url, autocommit=True, row_factory=_rows_of, prepare_threshold=None, **_OPTIONS
             )
-            connection.execute(_SESSION)
+            self._ask(connection, _SESSION)
         except psycopg.OperationalError:
             self._down_until = 2 * time.monotonic() - began
             raise
         connection.adapters.register_loader("json", TextLoader)
         return connection
+
+    def _ask(self, connection: _Connection, sql: bytes) -> None:
+        """Run a statement outside of transactions, within the time of one."""
+        self._busy[connection] = time.monotonic()
+        try:
+            connection.execute(sql)
+        finally:
+            self._busy.pop(connection, None)
 
     def follow(self, changed: Callable[[Set[str] | None], None]) -> None:
         """Listen in a thread; at the beginning and after each gap everything may have changed."""
@@ -230,20 +238,19 @@ class PostgresDatabase(Database):
             thread.start()
 
     def _cut_hung(self) -> None:
-        """Cut connections whose server does not answer, until the store closes; then all that wait for it."""
-        while not self._closed.wait(_LOOK_S):
+        """Cut connections whose server does not answer; while the catalog closes, those that wait for a second."""
+        while not self._ended.wait(_LOOK_S):
+            most_s = min(_HUNG_S, 1.0) if self._closed.is_set() else _HUNG_S
             for connection, since in list(self._busy.items()):
-                if time.monotonic() - since > _HUNG_S:
+                if time.monotonic() - since > most_s:
                     _cut(connection)
-        for connection in list(self._busy):
-            _cut(connection)
 
     def _listen(self, changed: Callable[[Set[str] | None], None]) -> None:
         lost = LogOnce(log)
         while not self._closed.is_set():
             try:
                 with _errors(), self._connect() as connection:
-                    connection.execute(f"LISTEN {_CHANNEL}")
+                    self._ask(connection, f"LISTEN {_CHANNEL}".encode())
                     changed(None)
                     self.adapter_changes.begin_epoch()
                     lost.reset()
@@ -256,11 +263,8 @@ class PostgresDatabase(Database):
 
     def _hear(self, connection: _Connection, changed: Callable[[Set[str] | None], None]) -> None:
         while not self._closed.is_set():
-            self._busy[connection] = began = time.monotonic()
-            try:
-                connection.execute(b"SELECT 1")  # what was committed before has come when it answers
-            finally:
-                del self._busy[connection]
+            began = time.monotonic()
+            self._ask(connection, b"SELECT 1")  # what was committed before has come when it answers
             self._take(connection.notifies(timeout=0), changed)
             self._current_at = began
             self._take(connection.notifies(timeout=_LOOK_S, stop_after=1), changed)
@@ -295,12 +299,15 @@ class PostgresDatabase(Database):
 
     def close(self) -> None:
         self._closed.set()
-        for thread in self._threads:
-            thread.join()
         with self.lock:
             for connection in (self._writer, *self._idle):
                 if connection is not None:
                     connection.close()
+        if self._threads:
+            listener, cutter = self._threads
+            listener.join()  # while what it waits for is cut
+            self._ended.set()
+            cutter.join()
 
 
 def _sequence(table: str) -> str:

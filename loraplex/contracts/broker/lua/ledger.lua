@@ -257,7 +257,9 @@ function ledger.reserve(packed)
   local asked, received = call.message.reservation, call.message.received
   local r, is_known = ledger.reservation_of(call, asked.id)
   -- The same call again, or one that has ended before this server got to it.
-  if is_known and (received < 0 or r.holder == asked.holder) then return call, {reservation = r} end
+  if is_known and (received < 0 or r.holder == asked.holder) then
+    return call, {reservation = r, room = ledger.room_of(call), now = call.now}
+  end
 
   if is_known then
     local used_output = math.max(r.used_output, received)
