@@ -128,13 +128,17 @@ async def test_streams_go_on_where_their_router_was_killed(cluster: Cluster, cli
 
     reads = asyncio.gather(*(read(stream, partial(note, at)) for at, stream in enumerate(streams)))
 
-    def generate() -> Generation:
-        with Client(cluster.local.routers, TENANT) as blocking:
-            generation: Generation = blocking.generate("prompt", **asks[1])
-            return generation
+    loop, blocked_begun = asyncio.get_running_loop(), Begun(2)
 
-    blocked = asyncio.gather(*(asyncio.to_thread(generate) for _ in range(2)))
-    await begun.all.wait()
+    def generate(number: int) -> Generation:
+        with Client(cluster.local.routers, TENANT) as blocking:
+            stream = blocking.generate_stream("prompt", **asks[1])
+            next(stream)
+            loop.call_soon_threadsafe(blocked_begun.note, number)
+            return stream.result()
+
+    blocked = asyncio.gather(*(asyncio.to_thread(generate, number) for number in range(2)))
+    await asyncio.gather(begun.all.wait(), blocked_begun.all.wait())
     cluster.local.kill("router-1", signal.SIGSTOP)  # its streams do not end meanwhile
     # Whoever resumes goes on with the revision that it began with.
     async with AsyncStoreClient(cluster.local.store, TENANT) as store:

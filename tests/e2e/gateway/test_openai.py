@@ -227,19 +227,22 @@ async def test_headers_say_what_the_plan_leaves(cluster: Cluster, client: Client
 
     async def is_limited() -> bool:
         raw = await limited.chat.completions.with_raw_response.create(**asked)
-        found[:] = [{name: value for name, value in raw.headers.items() if name.startswith("x-ratelimit-")}]
-        return bool(found[0])
+        streamed = await limited.chat.completions.with_raw_response.create(**asked, stream=True)
+        _ = [chunk async for chunk in streamed.parse()]
+        found[:] = [
+            {name: value for name, value in one.headers.items() if name.startswith("x-ratelimit-")}
+            for one in (raw, streamed)
+        ]
+        return all(found)
 
-    await eventually(is_limited)
-    streamed = await limited.chat.completions.with_raw_response.create(**asked, stream=True)
-    for headers in (found[0], streamed.headers):
+    await eventually(is_limited)  # both routers have read the plan
+    for headers in found:
         assert headers["x-ratelimit-limit-requests"] == "60"
         assert headers["x-ratelimit-limit-tokens"] == "100000"
         assert 0 <= int(headers["x-ratelimit-remaining-requests"]) < 60
         assert 0 < int(headers["x-ratelimit-remaining-tokens"]) < 100_000
         assert re.fullmatch(r"1m0s|\d+s", headers["x-ratelimit-reset-requests"])
         assert re.fullmatch(r"(\d+h)?(\d+m)?\d+s", headers["x-ratelimit-reset-tokens"])
-    _ = [chunk async for chunk in streamed.parse()]
     without = await client.chat.completions.with_raw_response.create(**{**asked, "model": "a"})
     assert not [name for name in without.headers if name.startswith("x-ratelimit-")]
 

@@ -79,6 +79,10 @@ class _TappedCall:
             )
         return response
 
+    async def initial_metadata(self) -> Any:
+        """Return what the router said when it admitted the request."""
+        return await self._rpc.initial_metadata()
+
     def cancel(self) -> bool:
         """Cancel the RPC."""
         return bool(self._rpc.cancel())
