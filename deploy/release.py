@@ -58,7 +58,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """What is released: the version, its tag and commit, and the commit's time in seconds since 1970."""
+    """The release: its version, tag and commit, and the commit's time in seconds since 1970."""
 
     version: str
     tag: str

@@ -1,4 +1,4 @@
-"""What a tenant's administrator does at a real store with credentials: its keys, and its accounts and plans."""
+"""A tenant's administrator makes, lists and revokes its tenant's keys, and reads its accounts and plans."""
 
 from __future__ import annotations
 

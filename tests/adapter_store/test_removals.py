@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.adapter_store.backup import copy, place
+from loraplex.adapter_store.embedded import open_database
+from loraplex.adapter_store.removals import Removals
 from loraplex.adapter_store.storage import DataDirectoryError
 from loraplex.contracts.plans import Plan
 from loraplex.runtime.rpc.principal import Role
@@ -54,3 +57,25 @@ async def test_a_note_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "removals" / "key-1").write_text("{")
     with pytest.raises(DataDirectoryError, match=r"--removals: .*removals: "):
         await Store(StoreSettings(data=tmp_path, port=0)).start()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [('{"kind": "plan", "name": "x"}', "Invalid enum value 'plan'"), ("{", "truncated")]
+)
+def test_a_note_of_another_kind_or_no_note_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "key-1").write_text(content)
+    with (
+        closing(open_database("", tmp_path / "catalog.db")) as database,
+        pytest.raises(DataDirectoryError, match=f"--removals: .*{message}"),
+    ):
+        Removals(database, str(tmp_path / "notes")).apply({})
+
+
+def test_a_place_that_cannot_be_a_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        closing(open_database("", tmp_path / "catalog.db")) as database,
+        pytest.raises(DataDirectoryError, match=r"--removals: .*file/notes: Not a directory"),
+    ):
+        Removals(database, str(tmp_path / "file" / "notes"))

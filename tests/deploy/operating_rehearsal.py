@@ -39,7 +39,7 @@ from tests.tenancy.test_json_web_tokens import AUDIENCE, ISSUER, KEYS, token
 from tests.valkey_server import ValkeyServer
 
 NEXT = MODEL.replace("seed=1", "seed=2")
-# What a model of the hash function has in place of one of the hub, a bucket or a volume.
+# Values that replace the source of a model (hub, bucket or volume) with the hash model.
 _NO_FILES = {"hub": None, "bucket": None, "volume": None, "hash": MODEL}
 _ON_CPU = {"device": "cpu", "replicas": 2, "resources": {"limits": {"memory": "1Gi"}}, "drainSeconds": 5}
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}

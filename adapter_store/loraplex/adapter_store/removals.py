@@ -13,13 +13,14 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.records import Rows
 from loraplex.adapter_store.storage import DataDirectoryError, sync_directory
+from loraplex.runtime.telemetry.logging import LogOnce
 
 if TYPE_CHECKING:
     from loraplex.adapter_store.bucket import BucketNotes
@@ -33,7 +34,7 @@ _FILE_S = 10.0
 
 
 class _Removal(msgspec.Struct):
-    kind: str
+    kind: Literal["key", "tenant"]
     name: str
 
 
@@ -84,7 +85,11 @@ class Removals:
 
     def __init__(self, database: Database, place: str) -> None:
         self._database, self._place = database, place
-        self._files = _open(place)
+        self._kept = LogOnce(log)
+        try:
+            self._files = _open(place)
+        except OSError as error:
+            raise DataDirectoryError(f"--removals: {place}: {error.strerror}") from error
 
     def note(self) -> None:
         """Write the files of removals that have none yet; those that a place does not take are tried again."""
@@ -96,7 +101,9 @@ class Removals:
                 with self._database.transaction() as rows:
                     rows.execute("UPDATE removals SET noted = 1 WHERE id = ?", (removal_id,))
         except OSError as error:
-            log.warning("%s does not take a note of a removal: %s", self._place, str(error).partition("\n")[0])
+            self._kept(f"{self._place} does not take notes of removals: {error}")
+        else:
+            self._kept.reset()
 
     def apply(self, removers: Mapping[str, Callable[[str], object]]) -> int:
         """Do again what the catalog, a copy of before, does not know to be removed; returns how many.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from loraplex.admin.v1 import accounts_pb2, plans_pb2
 
 
-# What is used in the window of a limit, and the limit, under `used` and `limit`; None: there is none.
+# The tokens or requests `used` in a limit's window, and the `limit`; None for no limit.
 Count = dict[str, int | None]
 
 

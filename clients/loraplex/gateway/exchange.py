@@ -75,7 +75,7 @@ class Exchange:
         self.names: Mapping[str, str] = {}
         # Paths of what the answer need not keep to.
         self.not_enforced: Sequence[str] = ()
-        # What the caller's plans leave.
+        # The rest of the caller's limits, by kind: requests, tokens.
         self.rate_limits: Mapping[str, RateLimit] = {}
         # Number of writes of a stream, and the task that sends comments between them.
         self._written = 0

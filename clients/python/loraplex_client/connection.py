@@ -38,7 +38,7 @@ class _Running:
     def __init__(self, endpoint: Endpoint, recovery: Recovery) -> None:
         self._endpoint = endpoint
         self._recovery = recovery
-        # What a Generation has of these names, once the request is admitted.
+        # The Generation's fields of the same names; set once the request is admitted.
         self.not_enforced: tuple[str, ...] = ()
         self.rate_limits: Mapping[str, RateLimit] = {}
         self._closing = False

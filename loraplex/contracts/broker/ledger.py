@@ -65,7 +65,7 @@ class Counts(msgspec.Struct, frozen=True, order=True):
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
-    """What a limit of a plan leaves beside what is charged and reserved; `ends_s`: seconds until its window ends."""
+    """The rest of a plan's limit, `most` without what is charged and reserved; its window ends in `ends_s` seconds."""
 
     limit: str
     most: int
@@ -103,7 +103,7 @@ class Reservation(msgspec.Struct):
     # Tokens that the ledger has confirmed as charged.
     told_input: int = 0
     told_output: int = 0
-    # What the limits left when it was granted; see Room.
+    # The rest of each limit when it was granted.
     room: list[Room] = []
 
     def use(self, used_input: int, used_output: int) -> None:

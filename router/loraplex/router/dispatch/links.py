@@ -61,8 +61,8 @@ class WorkerLink:
         self.worker, self.peer = worker, peer
         # Time of the monotonic clock at which the last message came.
         self.heard_at = time.monotonic()
-        # What is to be sent, by its field of the message. Any order will do: each ack, cancel or rewind ends or rewinds
-        # one attempt or choice.
+        # Acks, cancels and rewinds to send, by their field of the message. Any order will do: each is of one attempt or
+        # choice.
         self._pending: dict[str, Any] = {}
         self._forgets: list[pb.Forget] = []
         self._closed = False

@@ -88,7 +88,7 @@ class CallBudget:
     began_at: float = field(default_factory=time.monotonic)
     # Done once the ledger knows the end.
     end: asyncio.Future[None] | None = None
-    # What the limits left when it was granted.
+    # The rest of each limit when it was granted.
     room: Sequence[Room] = ()
 
     @property
