@@ -19,6 +19,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks", "tests.file_order"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let hypothesis draw the same examples each time, whatever their time; its plugin may be absent, as on a GPU."""
+    if hasattr(config.option, "hypothesis_profile"):
+        config.option.hypothesis_profile = "ci"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Look for no garbage among the hundreds of thousands of objects of collected modules, which stay."""

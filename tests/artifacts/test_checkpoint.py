@@ -93,7 +93,7 @@ def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
         read_header(tmp_path / "gone.safetensors")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(position=st.integers(0, 200), value=st.integers(0, 255), cut=st.integers(0, 40))
 def test_no_damage_gives_another_error(tmp_path: Path, position: int, value: int, cut: int) -> None:
     header = {"a": PAIR, "b": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]}}

@@ -23,7 +23,7 @@ def test_random_operations_leave_all_parts_in_agreement(
 ) -> None:
     monkeypatch.setattr(adapter_slots, "PASSED_OVER_MOST", PASSED_OVER_MOST)
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=60)
     @given(seed=integers(0, 1 << 32), operations=integers(1, 120))
     def walk_randomly(seed: int, operations: int) -> None:
         walk = walked(gated_loads, seed, operations, transfers=transfers)
