@@ -85,6 +85,7 @@ PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --maxprocesse
 TESTS.runtime := rpc telemetry tenancy test_files.py
 TESTS.contracts := artifacts broker grammars
 TESTS.router := router
+TESTS.usage_events := router/usage_events
 TESTS.worker := worker/io worker/engine/scheduling worker/engine/test_engine_process.py
 TESTS.adapter_store := adapter_store
 TESTS.cli := clients/test_cli.py clients/test_options.py clients/test_extras.py
@@ -100,6 +101,7 @@ TESTS.kernels := worker/engine/linear worker/engine/test_cpu_attention.py worker
 $(foreach room,contracts cli gateway operator releases transfers,$(eval BELOW.$(room) := runtime))
 $(foreach room,router worker adapter_store,$(eval BELOW.$(room) := contracts))
 $(foreach room,encoders model_tools,$(eval BELOW.$(room) := worker))
+BELOW.usage_events := router
 
 # Tests that start no cluster and no model; of ROOM all of its own.
 ROOM ?=

@@ -34,7 +34,7 @@ from tests.deploy.kubernetes_tools import CHART, Manifest, render
 from tests.deploy.pods import Cluster
 from tests.deploy.rehearsal import MODEL, Streams
 from tests.postgres_server import PostgresServer
-from tests.router.quotas.test_usage_sender import Collector
+from tests.router.usage_events.test_sender import Collector
 from tests.tenancy.test_json_web_tokens import AUDIENCE, ISSUER, KEYS, token
 from tests.valkey_server import ValkeyServer
 

@@ -38,7 +38,7 @@ from loraplex.runtime.tenancy.api_keys import new_api_key
 from loraplex_client import AsyncClient, AsyncStoreClient, InternalError, Tls, UnauthenticatedError, UnavailableError
 from loraplex_client.errors import InvalidRequestError
 from tests.e2e.test_telemetry import collector
-from tests.router.quotas.test_usage_sender import Collector
+from tests.router.usage_events.test_sender import Collector
 from tests.valkey_server import ValkeyServer
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

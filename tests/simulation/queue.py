@@ -16,7 +16,7 @@ from loraplex.contracts.broker.ledger import Ledger
 from loraplex.contracts.broker.messages import Job, decode_job
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.terms import Entry, Placement, QueueLimits
-from loraplex.router.quotas.usage import WRITE_S
+from loraplex.usage_events.log import WRITE_S
 from tests.simulation.loop import NODE
 from tests.simulation.redis import HELD, SimulatedClient, SimulatedRedis
 
@@ -76,7 +76,7 @@ class SimulatedQueue(JobQueue):
 
 
 class SimulatedUsage:
-    """Stands in for loraplex.router.quotas.usage.UsageLog: the events that it reads are on the disk at once."""
+    """Stands in for loraplex.usage_events.log.UsageLog: the events that it reads are on the disk at once."""
 
     def __init__(self, redis: SimulatedRedis) -> None:
         self._redis = redis

@@ -22,7 +22,7 @@ from loraplex.contracts.broker.functions import LIBRARY
 from loraplex.contracts.broker.keys import LEDGER, Keys, key_account
 from loraplex.contracts.broker.messages import Job, SealError
 from loraplex.contracts.broker.terms import HELD_MS, PRIORITY_LIMIT, SEALED_JOB_S, QueueLimits
-from loraplex.router.quotas.usage import Facts
+from loraplex.router.quotas.quotas import Facts
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 

@@ -49,9 +49,7 @@ from loraplex.router.metrics import RouterMetrics
 from loraplex.router.purge import CellPurge, RouterData, TenantDataService
 from loraplex.router.quotas.plans import Plans
 from loraplex.router.quotas.quotas import Quotas
-from loraplex.router.quotas.usage import UsageLog
-from loraplex.router.quotas.usage_sender import UsageSender
-from loraplex.router.settings import ENGINE_PROTOCOLS, Settings
+from loraplex.router.settings import ENGINE_PROTOCOLS, USAGE_EVENTS, Settings
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import CallError, PermissionDenied
 from loraplex.runtime.rpc.interceptors import CallMeter, Interceptor
@@ -211,9 +209,9 @@ class Router:
         self.telemetry = RequestTelemetry(metrics, spans, self.models)
         self.auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))
         self.prompts, self.proofs, self.configs = PromptTokenizer(), GrammarProofs(), AdapterConfigs(self.store)
-        path = Path(settings.usage_file) if settings.usage_file else None
-        sender = UsageSender(settings.usage_url, metrics) if settings.usage_url else None
-        usage = UsageLog(servers.home, path, metrics, sender) if path or sender else None
+        targets, usage = (settings.usage_file, settings.usage_url), None
+        if any(targets):
+            usage = import_module(USAGE_EVENTS).UsageLog.open(servers.home, metrics, *targets)
         self.quotas = Quotas(Ledger(servers.home), self.plans, metrics, usage, self.store)
         self.commands = AdapterCommands(self.models, self.store)
         self.resume_keys = resume_keys_of(settings, servers.home, self.seals)

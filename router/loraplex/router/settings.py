@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from loraplex.contracts.broker.cells import CellAddress, parse_cells
 from loraplex.contracts.broker.job_keys import JOB_KEY_HELP
 from loraplex.contracts.broker.terms import QueueLimits
 from loraplex.router.generation.resume import KEY_CHARACTERS
-from loraplex.router.quotas.usage_sender import check_url
 from loraplex.runtime.rpc.principal import Role
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_bounds, check_installed, setting
@@ -26,6 +26,8 @@ from loraplex.runtime.tenancy.guard import is_loopback, is_tenant
 # Engine protocols and their modules, at the edge; and the tenant of calls that name none: that of the command.
 ENGINE_PROTOCOLS = {"sglang": "loraplex.engine_protocols.sglang"}
 DEFAULT_TENANT = "default"
+# The module of usage events, at the edge.
+USAGE_EVENTS = "loraplex.usage_events.log"
 # Settings that each of several processes has for itself: ports, and files that it writes.
 _OWN_PORTS = ("relay_port", "operator_port", "operator_mtls_port", "metrics_port")
 _OWN_FILES = ("usage_file", "audit")
@@ -103,7 +105,7 @@ class Settings(AccessSettings):
             check_job_key(self.job_key)
         check_logging(self.log_format, self.log_level)
         if self.usage_url:
-            check_url(self.usage_url)
+            import_module(USAGE_EVENTS).check_url(self.usage_url)
         self._check_engine_protocol()
         if self.generation_config not in {"auto", "none"}:
             raise ValueError(f"--generation-config {self.generation_config}: give auto or none")

@@ -25,8 +25,7 @@ from loraplex.contracts.broker.ledger import Ledger, Reservation
 from loraplex.contracts.broker.terms import HELD_MS, RECOVERY_MS
 from loraplex.router.catalog.store_client import StoreClient
 from loraplex.router.quotas.plans import Plans
-from loraplex.router.quotas.quotas import LINGER_S, RENEW_S, Quotas
-from loraplex.router.quotas.usage import Facts
+from loraplex.router.quotas.quotas import LINGER_S, RENEW_S, Facts, Quotas
 from tests.accounts import account_of
 from tests.trials.chaos.history import Account, Charged, Fault, Idle, Observation, Quota, Request, Revision
 from tests.trials.chaos.oracle import prompt_tokens

@@ -25,8 +25,7 @@ from loraplex.router.generation.answer import Answer
 from loraplex.router.generation.resume import ResumePayload, ResumeTokens, Resumption
 from loraplex.router.generation.rollouts import NOT_OF_REVISIONS, Rollouts, Side, Trial
 from loraplex.router.generation.run import Run, Runs
-from loraplex.router.quotas.quotas import CallBudget, Quotas, RateLimits
-from loraplex.router.quotas.usage import NO_FACTS, Facts
+from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, Quotas, RateLimits
 from loraplex.router.request import Message, Received, Request
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable

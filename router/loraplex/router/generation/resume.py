@@ -29,7 +29,7 @@ from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import merge_resume_keys, rotate_resume_keys, withdraw_resume_keys
 from loraplex.contracts.broker.messages import AdapterRef
 from loraplex.router.catalog.store_client import StoreClient
-from loraplex.router.quotas.usage import Facts
+from loraplex.router.quotas.quotas import Facts
 from loraplex.router.request import Received, Request
 from loraplex.runtime.rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from loraplex.runtime.rpc.principal import calling_key

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from redis.exceptions import OutOfMemoryError
@@ -43,7 +43,6 @@ from loraplex.router.dispatch.outbox import redis_full
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.quotas.plans import Owner, Plans, bounded
-from loraplex.router.quotas.usage import NO_FACTS, Facts, UsageLog
 from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, Unavailable
 from loraplex.runtime.rpc.principal import calling_key
 from loraplex.runtime.rpc.tasks import every
@@ -65,6 +64,43 @@ FINISH_S = 0.5
 _UNREADY_S = 15.0
 # Interval in seconds between tries while a router stops.
 _DRAIN_RETRY_S = 0.05
+
+
+class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Facts about a call, kept with its reservation, so that any router can write its event."""
+
+    tenant: str = ""
+    key: str = ""
+    # Of the call: parts of a call of Score have ids of their own.
+    request_id: str = ""
+    model: str = ""
+    # The revision's full name, or a weighted set's digest; empty for the base model.
+    adapter_revision: str = ""
+    cached_tokens: int = 0
+    # Time in seconds from the reservation to the end, at the router that ended it.
+    seconds: float = 0.0
+
+    def of_job(self, job: Job) -> Facts:
+        """Return the facts with those of one of the call's jobs."""
+        revision = job.adapter.revision if job.adapter else ""
+        request_id = self.request_id or job.request_id
+        return msgspec.structs.replace(self, request_id=request_id, model=job.model, adapter_revision=revision)
+
+
+NO_FACTS = Facts()
+
+
+class UsageEvents(Protocol):
+    """What sends and writes the events of charges; loraplex.usage_events at the edge is one."""
+
+    async def follow(self) -> None:
+        """Send and write what waits, again and again; never returns."""
+
+    async def write(self) -> bool:
+        """Send and write what waits; returns whether all went."""
+
+    async def close(self, timeout_s: float) -> None:
+        """Send and write what waits within a timeout in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +201,7 @@ class Quotas:
         ledger: Ledger,
         plans: Plans,
         metrics: RouterMetrics | None = None,
-        usage: UsageLog | None = None,
+        usage: UsageEvents | None = None,
         store: StoreClient | None = None,
     ) -> None:
         self.ledger = ledger

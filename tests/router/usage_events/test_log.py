@@ -18,10 +18,9 @@ from loraplex.contracts.broker.functions import Library, shipped_functions
 from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.ledger import Ledger
 from loraplex.router.metrics import RouterMetrics
-from loraplex.router.quotas import usage
 from loraplex.router.quotas.plans import Plans
-from loraplex.router.quotas.quotas import Quotas
-from loraplex.router.quotas.usage import Facts, UsageLog, event_of
+from loraplex.router.quotas.quotas import Facts, Quotas
+from loraplex.usage_events.log import UsageLog, _append, event_of
 from tests.router.quotas.test_quotas import begun, reserved
 from tests.router.recording_link import job
 
@@ -33,8 +32,8 @@ New = Callable[..., tuple[Quotas, UsageLog]]
 @pytest.fixture
 def new(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> New:
     """Make the quotas of a router with a usage file of its own; events that wait are claimed at once."""
-    monkeypatch.setattr(usage, "CLAIM_MS", 0)
-    monkeypatch.setattr(usage, "CLAIM_S", 0.0)
+    monkeypatch.setattr("loraplex.usage_events.log.CLAIM_MS", 0)
+    monkeypatch.setattr("loraplex.usage_events.log.CLAIM_S", 0.0)
 
     def make(name: str) -> tuple[Quotas, UsageLog]:
         events = UsageLog(redis, tmp_path / name, RouterMetrics())
@@ -192,7 +191,7 @@ def test_routers_that_append_to_one_file_leave_no_empty_lines(tmp_path: Path) ->
 
     def append(_: int) -> None:
         for _ in range(100):
-            usage._append(tmp_path / "usage.jsonl", [event])
+            _append(tmp_path / "usage.jsonl", [event])
 
     with ThreadPoolExecutor(3) as routers:
         list(routers.map(append, range(3)))

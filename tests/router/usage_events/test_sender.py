@@ -17,11 +17,10 @@ from redis.asyncio import Redis
 from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.ledger import Ledger
 from loraplex.router.metrics import RouterMetrics
-from loraplex.router.quotas import usage, usage_sender
 from loraplex.router.quotas.plans import Plans
 from loraplex.router.quotas.quotas import Quotas
-from loraplex.router.quotas.usage import UsageLog
-from loraplex.router.quotas.usage_sender import CONTENT_TYPE, UsageSender, check_url
+from loraplex.usage_events.log import UsageLog
+from loraplex.usage_events.sender import CONTENT_TYPE, UsageSender, check_url
 from tests.router.quotas.test_quotas import begun, reserved
 
 
@@ -122,11 +121,11 @@ New = Callable[..., UsageLog]
 @pytest.fixture
 def new(redis: Redis, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> New:
     """Makes the log of a router that sends to the collector; events that wait are claimed at once."""
-    monkeypatch.setattr(usage, "CLAIM_MS", 0)
-    monkeypatch.setattr(usage, "CLAIM_S", 0.0)
-    monkeypatch.setattr(usage, "WRITE_S", 0.0)
-    monkeypatch.setattr(usage_sender, "RETRY_S", 0.005)
-    monkeypatch.setattr(usage_sender, "LONGEST_RETRY_S", 0.01)
+    monkeypatch.setattr("loraplex.usage_events.log.CLAIM_MS", 0)
+    monkeypatch.setattr("loraplex.usage_events.log.CLAIM_S", 0.0)
+    monkeypatch.setattr("loraplex.usage_events.log.WRITE_S", 0.0)
+    monkeypatch.setattr("loraplex.usage_events.sender.RETRY_S", 0.005)
+    monkeypatch.setattr("loraplex.usage_events.sender.LONGEST_RETRY_S", 0.01)
 
     def make(path: Path | None = None) -> UsageLog:
         metrics = RouterMetrics()
@@ -192,7 +191,7 @@ async def test_the_events_of_a_router_that_died_while_the_collector_was_away_are
 async def test_a_collector_that_takes_its_time_gets_events_from_one_router(
     new: New, redis: Redis, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage, "CLAIM_MS", 2_000)
+    monkeypatch.setattr("loraplex.usage_events.log.CLAIM_MS", 2_000)
     ids, renewed = await charge(redis, 2), asyncio.Event()
     renew = redis.xclaim
 

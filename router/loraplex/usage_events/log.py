@@ -30,10 +30,10 @@ from redis.exceptions import ResponseError
 
 from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import LEDGER
-from loraplex.contracts.broker.messages import Job
 from loraplex.router.metrics import RouterMetrics
-from loraplex.router.quotas.usage_sender import NotTakenError, UsageSender
+from loraplex.router.quotas.quotas import NO_FACTS, Facts
 from loraplex.runtime.telemetry.logging import LogOnce
+from loraplex.usage_events.sender import NotTakenError, UsageSender
 
 log = logging.getLogger(__name__)
 
@@ -51,30 +51,6 @@ _STREAM, _GROUP, _CONSUMER = LEDGER + "usage", "files", "routers"
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
-class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Facts about a call, kept with its reservation, so that any router can write its event."""
-
-    tenant: str = ""
-    key: str = ""
-    # Of the call: parts of a call of Score have ids of their own.
-    request_id: str = ""
-    model: str = ""
-    # The revision's full name, or a weighted set's digest; empty for the base model.
-    adapter_revision: str = ""
-    cached_tokens: int = 0
-    # Time in seconds from the reservation to the end, at the router that ended it.
-    seconds: float = 0.0
-
-    def of_job(self, job: Job) -> Facts:
-        """Return the facts with those of one of the call's jobs."""
-        revision = job.adapter.revision if job.adapter else ""
-        request_id = self.request_id or job.request_id
-        return msgspec.structs.replace(self, request_id=request_id, model=job.model, adapter_revision=revision)
-
-
-NO_FACTS = Facts()
-
-
 class UsageLog:
     """Sends the events of charges to a collector, and writes them to one router's file; without a path to none."""
 
@@ -87,6 +63,11 @@ class UsageLog:
         # Entries that the disk did not take; they are sent. No others are read meanwhile: other routers write those.
         self._unwritten: list[Entry] = []
         self._once = LogOnce(log, logging.ERROR)
+
+    @classmethod
+    def open(cls, redis: Redis, metrics: RouterMetrics, path: str, url: str) -> UsageLog:
+        """Return the log of a router's settings, of which one may be empty."""
+        return cls(redis, Path(path) if path else None, metrics, UsageSender(url, metrics) if url else None)
 
     async def follow(self) -> None:
         """Send and write what waits, again and again; never returns."""
