@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,13 @@ async def keys(store: Store) -> AsyncIterator[Any]:
 
 def catalog_bytes(data: Path) -> bytes:
     return b"".join(file.read_bytes() for file in data.glob("catalog*"))
+
+
+async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
+    """Return the code and the message with which a call ends."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code().name, str(caught.value.details())
 
 
 async def changes(keys: Any, epoch: str = "", after: int = 0) -> Any:
@@ -140,6 +147,51 @@ def test_a_change_is_told_before_another_thread_can_make_the_next(tmp_path: Path
     keys.revoke(key.key_id)
     assert others_could == [False] * 3
     database.close()
+
+
+async def test_a_request_that_is_repeated_makes_one_key(keys: Any) -> None:
+    sha256, ttl = hash_of("a secret"), Duration(seconds=60)
+    request = pb.CreateKeyRequest(tenant="acme", scopes=["generate"], ttl=ttl, request_id="1", secret_sha256=sha256)
+    made, again = [await keys.CreateKey(request) for _ in range(2)]
+    assert (made, made.api_key) == (again, "")
+    others = pb.CreateKeyRequest(tenant="globex", request_id="1", secret_sha256=sha256)
+    assert (await keys.CreateKey(others)).key.key_id != made.key.key_id, "request ids are a tenant's own"
+    assert len((await keys.ListKeys(pb.ListKeysRequest(tenant="acme"))).keys) == 1
+    [*_, hashed] = [key for key in (await changes(keys)).keys if key.key.key_id == made.key.key_id]
+    assert [secret.sha256 for secret in hashed.secrets] == [sha256]
+
+    taken = f"request_id: key {made.key.key_id} is of another request, or has changed; draw another id"
+    for change in ({"label": "other"}, {"role": "tenant-admin"}, {"secret_sha256": hash_of("another")}):
+        for field, value in change.items():
+            other = pb.CreateKeyRequest()
+            other.CopyFrom(request)
+            setattr(other, field, value)
+            assert await refusal(keys.CreateKey(other)) == ("ALREADY_EXISTS", taken)
+    await keys.RevokeKey(pb.RevokeKeyRequest(key_id=made.key.key_id))
+    assert await refusal(keys.CreateKey(request)) == ("ALREADY_EXISTS", taken)
+
+
+async def test_a_rotation_that_is_repeated_keeps_the_former_secret(keys: Any) -> None:
+    made = await keys.CreateKey(pb.CreateKeyRequest(tenant="acme"))
+    request = pb.RotateKeyRequest(key_id=made.key.key_id, secret_sha256=hash_of("a secret"))
+    rotated, again = [await keys.RotateKey(request) for _ in range(2)]
+    assert (rotated, rotated.api_key) == (again, "")
+    secrets = [secret.sha256 for secret in (await changes(keys)).keys[0].secrets]
+    assert secrets == [hash_of("a secret"), hash_of(made.api_key.split("_", 2)[2])]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"request_id": "1"}, "request_id"),
+        ({"secret_sha256": bytes(32)}, "request_id"),
+        ({"request_id": "1" * 101, "secret_sha256": bytes(32)}, "request_id"),
+        ({"request_id": "1", "secret_sha256": b"1"}, "secret_sha256"),
+    ],
+)
+async def test_a_request_s_id_comes_with_a_secret_s_digest(keys: Any, given: dict[str, Any], field: str) -> None:
+    code, message = await refusal(keys.CreateKey(pb.CreateKeyRequest(tenant="acme", **given)))
+    assert (code, message.partition(":")[0]) == ("INVALID_ARGUMENT", field)
 
 
 async def test_unknown_and_revoked_keys_are_not_rotated(keys: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2
 
 import loraplex_client as lx
+from loraplex.admin.v1 import keys_pb2
 from loraplex.runtime.rpc import errors
 from loraplex_client import retries
 from loraplex_client.calls import Call as ServerCall
@@ -193,3 +194,5 @@ def test_calls_that_a_router_hands_back_cost_no_retries(
 def test_a_deletion_is_not_repeated() -> None:
     assert ServerCall("GetAdapter", None).may_repeat
     assert not ServerCall("DeleteAdapter", None).may_repeat
+    assert not ServerCall("CreateKey", keys_pb2.CreateKeyRequest(tenant="acme")).may_repeat
+    assert ServerCall("CreateKey", keys_pb2.CreateKeyRequest(request_id="1", secret_sha256=b"1")).may_repeat

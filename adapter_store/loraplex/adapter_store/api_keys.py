@@ -26,7 +26,7 @@ from loraplex.adapter_store.records import Row, Rows
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
-from loraplex.runtime.rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, PermissionDenied
+from loraplex.runtime.rpc.errors import AlreadyExists, Exhausted, InvalidField, Mismatch, NotFound, PermissionDenied
 from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import TENANT_ROLES, Role, caller, own_tenant
 from loraplex.runtime.tenancy.api_keys import (
@@ -76,6 +76,12 @@ class ApiKey:
     last_use_ns: int | None = None
 
     @property
+    def asked(self) -> tuple[object, ...]:
+        """Return what its maker asked for, which a request that is repeated has in common with it."""
+        life_ns = self.expire_ns and self.expire_ns - self.create_ns
+        return self.role, self.scopes, self.label, life_ns, self.revoke_ns, self.secrets[-1].sha256
+
+    @property
     def hashed(self) -> HashedKey:
         """Return what processes need that admit callers with it."""
         expires_at = None if self.expire_ns is None else self.expire_ns / _SECOND_NS
@@ -116,12 +122,32 @@ class ApiKeys:
         label: str,
         ttl_s: float | None,
         most: int | None = None,
+        drawn: tuple[str, bytes] | None = None,
     ) -> tuple[ApiKey, str]:
-        """Make a key; return it, and the whole key with its secret. Raises Exhausted where its tenant has `most`."""
-        key_id, text, sha256 = new_api_key()
+        """Make a key; return it, and the whole key with its secret. Raises Exhausted where its tenant has `most`.
+
+        With `drawn`, an id and a secret's SHA-256, a key that is there already is returned, or AlreadyExists raised.
+        """
+        key_id, text, sha256 = (drawn[0], "", drawn[1]) if drawn else new_api_key()
         now = self._now_ns()
         expire_ns = None if ttl_s is None else now + int(ttl_s * _SECOND_NS)
-        return self._insert(key_id, tenant, role, scopes, label, expire_ns, sha256, most), text
+        key = ApiKey(key_id, tenant, role, scopes, label, now, expire_ns, None, 0, (HashedSecret(sha256),))
+        with self._changing() as (rows, changed):
+            if (found := _find(rows, key_id)) is None:
+                count = rows.execute(_COUNTED, {"tenant": tenant, "since": now - _DAY_NS}).fetchone()[0]
+                if most is not None and count >= most:
+                    message = f"{tenant} has {count} keys that are valid or ended within a day: ask an operator"
+                    raise Exhausted(f"tenants/{tenant}/keys", message, retry_after_s=None, reason="KEYS_FULL")
+                rows.execute(
+                    "INSERT INTO api_keys (key_id, tenant, role, scopes, label, create_ns, expire_ns, change) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys))",
+                    (key_id, tenant, role.value, " ".join(sorted(scopes)), label, now, expire_ns),
+                )
+                rows.execute("INSERT INTO api_key_secrets VALUES (?, ?, ?, NULL)", (key_id, sha256, now))
+            elif found.asked != key.asked:
+                raise AlreadyExists(f"request_id: key {key_id} is of another request, or has changed; draw another id")
+            changed.append(found or _get(rows, key_id))
+        return changed[0], text
 
     def bootstrap(self, text: str) -> ApiKey | None:
         """Keep the operator's key of a file; None where it is known. Raises ValueError where the text is no key."""
@@ -129,19 +155,25 @@ class ApiKeys:
         if parts is None:
             raise ValueError("holds no API key; `loraplex keys bootstrap FILE` makes one")
         with self._database.reading() as rows:
-            existing = _find(rows, parts[0])
-        if existing is not None:
-            return None
-        return self._insert(parts[0], "", Role.OPERATOR, frozenset(), "bootstrap", None, hash_of(parts[1]))
+            if _find(rows, parts[0]) is not None:
+                return None
+        drawn = parts[0], hash_of(parts[1])
+        return self.create("", Role.OPERATOR, frozenset(), "bootstrap", None, drawn=drawn)[0]
 
-    def rotate(self, key_id: str, grace_s: float) -> tuple[ApiKey, str]:
-        """Make another secret; the present one stays valid for `grace_s`, those before it end. Raises NotFound."""
+    def rotate(self, key_id: str, grace_s: float, drawn: bytes = b"") -> tuple[ApiKey, str]:
+        """Make another secret; the present one stays valid for `grace_s`, those before it end. Raises NotFound.
+
+        Nothing changes where the present one has the SHA-256 `drawn`.
+        """
         now = self._now_ns()
         with self._changing() as (rows, changed):
             key = _get(rows, key_id)
             if key.revoke_ns is not None:
                 raise Mismatch(f"keys/{key_id}", "is revoked; make another key", reason="KEY_REVOKED")
-            _, text, sha256 = new_api_key(key_id)
+            if drawn == key.secrets[0].sha256:
+                changed.append(key)  # a store that lost the answer of its database has not told of it
+                return key, ""
+            text, sha256 = ("", drawn) if drawn else new_api_key(key_id)[1:]
             rows.execute(
                 "DELETE FROM api_key_secrets WHERE key_id = ? AND sha256 != ?", (key_id, key.secrets[0].sha256)
             )
@@ -210,35 +242,6 @@ class ApiKeys:
         with self._database.reading() as rows:
             selected = rows.execute("SELECT * FROM api_keys WHERE change > ? ORDER BY change LIMIT ?", (after, limit))
             return [_to_key(rows, row) for row in selected.fetchall()]
-
-    def _insert(
-        self,
-        key_id: str,
-        tenant: str,
-        role: Role,
-        scopes: frozenset[str],
-        label: str,
-        expire_ns: int | None,
-        sha256: bytes,
-        most: int | None = None,
-    ) -> ApiKey:
-        now = self._now_ns()
-        with self._changing() as (rows, changed):
-            count = rows.execute(_COUNTED, {"tenant": tenant, "since": now - _DAY_NS}).fetchone()[0]
-            if most is not None and count >= most:
-                message = f"{tenant} has {count} keys that are valid or ended within a day: ask an operator"
-                raise Exhausted(f"tenants/{tenant}/keys", message, retry_after_s=None, reason="KEYS_FULL")
-            rows.execute(
-                "INSERT INTO api_keys (key_id, tenant, role, scopes, label, create_ns, expire_ns, change) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(change), 0) + 1 FROM api_keys)) "
-                "ON CONFLICT (key_id) DO NOTHING",  # another store has taken over the first operator's key just now
-                (key_id, tenant, role.value, " ".join(sorted(scopes)), label, now, expire_ns),
-            )
-            rows.execute(
-                "INSERT INTO api_key_secrets VALUES (?, ?, ?, NULL) ON CONFLICT DO NOTHING", (key_id, sha256, now)
-            )
-            changed.append(_get(rows, key_id))
-        return changed[0]
 
     @contextmanager
     def _changing(self) -> Iterator[tuple[Rows, list[ApiKey]]]:
@@ -313,7 +316,13 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
         if own:
             _check_own(role, scopes)
         most = OWN_KEYS_LIMIT if own else None
-        key, text = await asyncio.to_thread(self._keys.create, tenant, role, scopes, request.label, ttl_s, most)
+        # The caller draws the secret of a request that it may repeat: the store has digests alone, and a secret derived
+        # from a key of the store and the request's id would be known to whoever reads a backup and a log.
+        sha256 = _drawn(request)
+        if bool(sha256) != bool(request.request_id) or len(request.request_id) > _LABEL_CHARACTERS:
+            raise InvalidField("request_id", f"1 to {_LABEL_CHARACTERS} characters, with secret_sha256")
+        drawn = (hash_of(f"{tenant}/{request.request_id}").hex()[:16], sha256) if sha256 else None
+        key, text = await asyncio.to_thread(self._keys.create, tenant, role, scopes, request.label, ttl_s, most, drawn)
         _note("made", key)
         return pb.CreateKeyResponse(key=_to_pb(key), api_key=text)
 
@@ -332,7 +341,7 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
     async def RotateKey(self, request: pb.RotateKeyRequest, context: Context) -> pb.RotateKeyResponse:
         """Make another secret of a key; its present one stays valid for the grace."""
         grace_s = seconds_of("grace", request.grace, least=0) if request.HasField("grace") else GRACE_S
-        key, text = await asyncio.to_thread(self._keys.rotate, request.key_id, grace_s)
+        key, text = await asyncio.to_thread(self._keys.rotate, request.key_id, grace_s, _drawn(request))
         _note("rotated", key)
         return pb.RotateKeyResponse(key=_to_pb(key), api_key=text)
 
@@ -352,6 +361,12 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
             keys=map(_hashed_to_pb, keys),
             age=age,
         )
+
+
+def _drawn(request: pb.CreateKeyRequest | pb.RotateKeyRequest) -> bytes:
+    if len(request.secret_sha256) not in {0, 32}:
+        raise InvalidField("secret_sha256", "32 bytes, the SHA-256 of a secret that you have drawn")
+    return request.secret_sha256
 
 
 def _role(text: str) -> Role:

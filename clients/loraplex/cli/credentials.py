@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
+import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,8 +74,8 @@ def create(
     """
     duration = read_duration("--ttl", ttl) if ttl else None
     check_new(file)
-    answer = _service(store).ask("CreateKey", tenant=tenant, role=role, scopes=scope or (), label=label, ttl=duration)
-    _give(answer.api_key, answer.key, file, as_json)
+    text, key = make_key(store, tenant=tenant, role=role, scopes=scope or (), label=label, ttl=duration)
+    _give(text, key, file, as_json)
 
 
 @keys.command("list")
@@ -118,8 +120,8 @@ def rotate(
     """Give a key a new secret and print it; the current one stays valid for a while."""
     duration = read_duration("--grace", grace)
     check_new(file)
-    answer = _service(store).ask("RotateKey", key_id=key_id, grace=duration)
-    _give(answer.api_key, answer.key, file, as_json)
+    text, key = _draw(store, "RotateKey", key_id=key_id, grace=duration)
+    _give(text, key, file, as_json)
 
 
 @keys.command()
@@ -138,6 +140,21 @@ def make_first_key(file: Path) -> str:
     key_id, text, _ = new_api_key()
     write_key(file, text)
     return key_id
+
+
+def make_key(store: str, **fields: Any) -> tuple[str, keys_pb2.Key]:
+    """Make a key with these fields of CreateKeyRequest; return it and what the store has of it. Raises CommandError."""
+    return _draw(store, "CreateKey", request_id=str(uuid.uuid4()), **fields)
+
+
+def _draw(store: str, method: str, **fields: Any) -> tuple[str, keys_pb2.Key]:
+    """Draw a secret and give it to a key: the call can then be repeated if its answer is lost."""
+    from loraplex.runtime.tenancy.api_keys import PREFIX, hash_of
+
+    secret = secrets.token_urlsafe(32)
+    answer = _service(store).ask(method, secret_sha256=hash_of(secret), **fields)
+    # A store before 0.2.0 draws the secret itself.
+    return answer.api_key or f"{PREFIX}{answer.key.key_id}_{secret}", answer.key
 
 
 def check_new(file: Path | None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex.cli.credentials import check_new, write_key
+from loraplex.cli.credentials import check_new, make_key, write_key
 from loraplex.cli.options import ROUTER, STORE, JsonOption, StoreOption, read_duration
 from loraplex.cli.service import Service, cluster_service, explain, store_client
 from loraplex.cli.terminal import (
@@ -281,11 +281,9 @@ def _apply_key(store: str, tenant: str, spec: KeySpec, stored: keys_pb2.Key | No
     file = key_file(directory, tenant, spec.label)
     check_new(file)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    answer = Service("store", store, "admin.v1.keys").ask(
-        "CreateKey", tenant=tenant, role=spec.role, scopes=spec.scopes, label=spec.label, ttl=spec.ttl
-    )
-    write_key(file, answer.api_key)
-    say(f"{tenant}: key {answer.key.key_id} ({spec.label}), written to {file}")
+    text, key = make_key(store, tenant=tenant, role=spec.role, scopes=spec.scopes, label=spec.label, ttl=spec.ttl)
+    write_key(file, text)
+    say(f"{tenant}: key {key.key_id} ({spec.label}), written to {file}")
     return 1
 
 

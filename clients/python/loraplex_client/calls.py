@@ -72,9 +72,10 @@ class Call:
         """Return whether the call can be repeated: not after an upload was sent or a stream's message delivered.
 
         A deletion is not repeated either: if the first was carried out, the second would end with NotFoundError. Nor is
-        a method that makes a secret, which would be lost.
+        a method that makes a secret, unless the caller has drawn it and the server knows the request again.
         """
         once = self.once or self.method.startswith(("Delete", "Create", "Rotate"))
+        once &= not getattr(self.request, "secret_sha256", b"")
         return not isinstance(self.request, _UPLOADS) and self.take is None and not once
 
 
