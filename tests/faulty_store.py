@@ -43,8 +43,8 @@ class FaultyStore:
         self._news = asyncio.Condition()
         self._server = Server(open_guard())
 
-    async def start(self) -> str:
-        """Serve; the address."""
+    async def start(self, port: int = 0) -> str:
+        """Serve at a port, 0 for any free one; the address."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "GetBaseModel": grpc.unary_unary_rpc_method_handler(
                 self._get_base_model,
@@ -59,7 +59,7 @@ class FaultyStore:
         }
         generic = grpc.method_handlers_generic_handler("loraplex.adapters.v1.AdapterService", handlers)
         self._server.services.add_generic_rpc_handlers((generic,))
-        port = self._server.bind("127.0.0.1", 0)
+        port = self._server.bind("127.0.0.1", port)
         await self._server.start()
         return f"127.0.0.1:{port}"
 

@@ -180,7 +180,7 @@ async def test_names_outlive_a_store_that_is_away(monkeypatch: pytest.MonkeyPatc
         await store.resolve("acme", "b")
     await server.stop(0)
     assert await store.resolve("acme", "a") == known[0]
-    monkeypatch.setattr(store_client, "CALL_S", 0.2)
+    monkeypatch.setattr(store_client, "RESTART_S", 0.2)
     for tenant, name in (("globex", "a"), ("acme", "b")):  # a deleted one is not known any more
         with pytest.raises(Unavailable):
             await store.resolve(tenant, name)
@@ -195,7 +195,7 @@ async def test_a_name_beyond_the_cached_ones_drops_only_the_one_asked_for_longes
 ) -> None:
     monkeypatch.setattr(store_client, "NAMES_LOOK_S", 0.0)
     monkeypatch.setattr(store_client, "NAMES_KEPT", 2)
-    monkeypatch.setattr(store_client, "CALL_S", 0.2)
+    monkeypatch.setattr(store_client, "RESTART_S", 0.2)
     names = Names()
     names.known |= {"c"}
     names.answers.set()
@@ -216,6 +216,27 @@ async def test_a_store_that_is_killed_and_comes_back_fails_no_new_name() -> None
     asking = asyncio.create_task(store.resolve("acme", "a"))
     await names.asked.wait()
     await server.stop(0)
+    names.answers.set()
+    server, _ = await names.serve(port)
+    assert (await asking).ref.digest == "sha256:a2"
+    await store.close()
+    await server.stop(0)
+
+
+async def test_a_new_name_waits_for_an_unreachable_store_and_not_for_a_hanging_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Names()
+    server, port = await names.serve()
+    store = StoreClient(f"127.0.0.1:{port}")
+    monkeypatch.setattr(store_client, "CALL_S", 0.1)
+    with pytest.raises(Unavailable, match="does not answer"):
+        await store.resolve("acme", "a")
+    await server.stop(0)
+    asking = asyncio.create_task(store.resolve("acme", "a"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(asking), 0.5)
+    monkeypatch.undo()
     names.answers.set()
     server, _ = await names.serve(port)
     assert (await asking).ref.digest == "sha256:a2"

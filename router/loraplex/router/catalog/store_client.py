@@ -124,12 +124,15 @@ def _problem_type(config: bytes) -> str:
 # Interval in seconds between looks at what adapters have changed: a new upload is served this much later at most. While
 # the store does not answer, a name is good for as long as the API keys are.
 NAMES_LOOK_S = 1.0
-# Timeout in seconds for a call; a store that restarts is back by then.
+# Timeout in seconds for a call, which a store that hangs does not answer.
 CALL_S = 5.0
+# Time in seconds for which a name that is not cached waits for a store that cannot be reached: one that restarts on a
+# busy machine is back by then.
+RESTART_S = 15.0
 # Timeout in seconds for asking again for a name that is cached, and for sums that are sent again.
 RENEWAL_S = 1.0
-# Pause in seconds before a call that broke is made again.
-PAUSE_S = 0.1
+# Pause in seconds before a call that broke is made again; ASKS_AT_ONCE of them take few percent of a core then.
+PAUSE_S = 0.2
 # Timeout in seconds for the download of a manifest with its files.
 DOWNLOAD_S = 60.0
 # Maximum number of names that the store is asked for at once, in turns of the tenants: it answers a thousand a second.
@@ -238,10 +241,10 @@ class StoreClient:
 
     async def _ask_in_turn(self, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(RESTART_S):
                 await self._asking.take(tenant)
         except TimeoutError:
-            message = f"the adapter store at {self._address} has not got to this name within {CALL_S:g} s"
+            message = f"the adapter store at {self._address} has not got to this name within {RESTART_S:g} s"
             raise Unavailable(message, reason="STORE_DOWN") from None
         news, asked_at = self._news, time.monotonic()
         try:
@@ -283,7 +286,7 @@ class StoreClient:
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
 
         async def ask(timeout_s: float) -> pb.GetAdapterResponse:
-            return await self._stub.GetAdapter(request, timeout=timeout_s, metadata=metadata, wait_for_ready=not cached)
+            return await self._stub.GetAdapter(request, timeout=timeout_s, metadata=metadata)
 
         with self._errors_of("adapter", name):
             answer = await (ask(RENEWAL_S) if cached else _until_answered(ask))
@@ -335,7 +338,7 @@ class StoreClient:
         request, metadata = pb.DownloadRevisionRequest(name=revision, config_only=True), ((TENANT_KEY, tenant),)
 
         async def ask(timeout_s: float) -> bytes:
-            call = self._stub.DownloadRevision(request, timeout=timeout_s, metadata=metadata, wait_for_ready=True)
+            call = self._stub.DownloadRevision(request, timeout=timeout_s, metadata=metadata)
             return b"".join([part.chunk.data async for part in call])
 
         with self._errors_of("adapter", revision):
@@ -443,14 +446,15 @@ class StoreClient:
 
 
 async def _until_answered(ask: Callable[[float], Awaitable[T]]) -> T:
-    """Ask, and again where the connection breaks: no request should fail of a store that restarts within CALL_S.
+    """Ask, and again where the store cannot be reached: no request should fail of one that restarts within RESTART_S.
 
-    `ask` gets its timeout in seconds, and waits until the store can be reached. Raises AioRpcError.
+    `ask` gets its timeout in seconds: a store that is reached and hangs is not waited for any longer. Raises
+    AioRpcError.
     """
-    until = time.monotonic() + CALL_S
+    until = time.monotonic() + RESTART_S
     while True:
         try:
-            return await ask(until - time.monotonic())
+            return await ask(CALL_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() + PAUSE_S >= until:
                 raise

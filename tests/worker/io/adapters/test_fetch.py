@@ -40,7 +40,7 @@ class World:
         self.store = store
         self.refs = refs
         self.directory = directory
-        self._address = address
+        self.address = address
         self.budget = 0
         self.timeouts = DownloadTimeouts(total_s=2.0, silent_s=0.5)
 
@@ -48,7 +48,7 @@ class World:
     async def worker(self, *, failure_s: float = FAILURE_S) -> AsyncIterator[AdapterFetcher]:
         """Run a worker's I/O process once; its disk outlives it. Asserts that it leaves nothing half done."""
         self.disk = DiskTier.open(self.directory, self.budget)
-        fetcher = AdapterFetcher(self._address, self.disk, self.timeouts, failure_s=failure_s)
+        fetcher = AdapterFetcher(self.address, self.disk, self.timeouts, failure_s=failure_s)
         try:
             yield fetcher
         finally:
@@ -148,6 +148,20 @@ async def test_a_failure_is_remembered_for_a_moment(world: World) -> None:
         assert await failure_of(fetch_one(fetcher.disk_pin(), world.refs["a"])) == FAILURES[Fault.DOWN]
         world.store.faults.clear()
         assert (await fetch_one(fetcher.disk_pin(), world.refs["a"])).is_dir()
+
+
+async def test_a_store_that_restarts_fails_no_fetch(world: World) -> None:
+    world.timeouts = DownloadTimeouts(60.0, 60.0, 60.0)
+    await world.store.stop()
+    back = FaultyStore()
+    back.target = world.store.target
+    async with world.worker() as fetcher:
+        fetch = asyncio.create_task(fetch_one(fetcher.disk_pin(), world.refs["a"]))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(fetch), 0.3)
+        await back.start(int(world.address.rpartition(":")[2]))
+        assert (await fetch).is_dir()
+    await back.stop()
 
 
 async def test_a_fetch_is_shared_and_ends_with_its_last_job(world: World) -> None:

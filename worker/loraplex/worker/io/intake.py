@@ -53,8 +53,8 @@ END_WAIT_S = 0.2
 # is faster.
 LATE_S = 0.5
 # Seconds for which a job fetches its adapter again after a failure that may pass, and between two tries: a store that
-# restarts is back by then. An answer that has begun tries for longer: another worker had the adapter.
-FETCH_RETRY_S, BEGUN_FETCH_RETRY_S, FETCH_PAUSE_S = 5.0, 15.0, 0.25
+# restarts is back by then.
+FETCH_RETRY_S, FETCH_PAUSE_S = 15.0, 0.25
 _MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 # Number of claimed jobs in a row that this worker could not read, and others may, before it pauses; and the pause in
 # seconds: it doubles with each such job after one.
@@ -307,7 +307,7 @@ class Intake:
                 try:
                     local.source = await fetch_source(local.pin, job.adapter, job.tenant)
                 except FetchFailedError as error:
-                    until = until or time.monotonic() + (BEGUN_FETCH_RETRY_S if _has_begun(local) else FETCH_RETRY_S)
+                    until = until or time.monotonic() + FETCH_RETRY_S
                     if not self._may_retry(local, error.failure, until):
                         return error.failure
                     await asyncio.sleep(FETCH_PAUSE_S)

@@ -63,7 +63,8 @@ class FetchFailedError(Exception):
 class DownloadTimeouts:
     """Timeouts of a download in seconds: for all of it, the next piece (up to 1 MiB), and the store's acceptance of it.
 
-    The store accepts a download before it reads anything, so that one which hangs is soon told from a slow one.
+    The store accepts a download before it reads anything, so that one which hangs is soon told from a slow one. It has
+    as long to be reached: one that restarts fails no job in this time.
     """
 
     total_s: float
@@ -453,7 +454,7 @@ async def _parts(
     metadata: list[tuple[str, str | bytes]] = [(TENANT_KEY, tenant)]
     if ref.grant:
         metadata.append((WORKER_GRANT_KEY, ref.grant))
-    call = store.DownloadRevision(request, timeout=timeouts.total_s, metadata=metadata)
+    call = store.DownloadRevision(request, timeout=timeouts.total_s, metadata=metadata, wait_for_ready=True)
     silent_s = timeouts.accepted_s
     try:
         async with asyncio.timeout(silent_s):
