@@ -326,6 +326,7 @@ class HttpEndpoint:
         if exchange.status:
             await exchange.end(self._protocol.error_events(error))
         else:
+            exchange.rate_limits = error.rate_limits or exchange.rate_limits
             await exchange.answer(self._protocol.error(error), self._protocol.status(error), error.headers())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from loraplex_client import RateLimit
 from loraplex_client import errors as sdk
 
 # The HTTP status of each error of a call, and the code of one without a reason. 499 is nginx's word for a request that
@@ -33,7 +34,8 @@ _GROUPS = re.compile(r"\b(?:sampling|stopping|output|chat|prompt_options)\.(?=[a
 class HttpError(Exception):
     """A request that failed. `code` is a word for programs, `field` the parameter that it is about, if any.
 
-    `retry_after_s` is how many seconds to wait before the next request; None: waiting does not help.
+    `retry_after_s` is how many seconds to wait before the next request; None: waiting does not help. `rate_limits` are
+    the caller's, where one of them refuses the request.
     """
 
     status: int
@@ -41,6 +43,7 @@ class HttpError(Exception):
     message: str
     field: str = ""
     retry_after_s: float | None = None
+    rate_limits: Mapping[str, RateLimit] | None = None
 
     def headers(self) -> list[tuple[str, str]]:
         """Return the headers that go with the error."""
@@ -116,5 +119,6 @@ def http_error(error: sdk.LoraplexError) -> HttpError:
     if error.reason == "UPLOAD_TOO_SLOW":
         status = 408
     retry_after_s = getattr(error, "retry_after_s", None)
-    code = error.reason.lower() or code
-    return HttpError(status, code, message, field, 1.0 if status == 503 and retry_after_s is None else retry_after_s)
+    retry_after_s = 1.0 if status == 503 and retry_after_s is None else retry_after_s
+    rates = getattr(error, "rate_limits", None)
+    return HttpError(status, error.reason.lower() or code, message, field, retry_after_s, rates)

@@ -52,6 +52,8 @@ _UPLOADS = (UploadRequests, AsyncUploadRequests)
 class Call:
     """An RPC. `request` is a message or UploadRequests; `take` is called with each message of a streamed answer.
 
+    `hear` is called with the trailing metadata of the answer of a method without a stream.
+
     Without `timeout_s` the connection's own timeout counts. A call `once` is not repeated. The answer to Generate is
     the whole generation.
     """
@@ -61,6 +63,7 @@ class Call:
     take: Callable[[Any], None] | None = None
     timeout_s: float | None = None
     once: bool = False
+    hear: Callable[[Any], None] | None = None
 
     @property
     def failure(self) -> Exception | None:

@@ -14,7 +14,7 @@ from loraplex_client.chat import ChatMessages, chat_of
 from loraplex_client.connection import AsyncGenerationStream, AsyncioClient, BlockingClient, GenerationStream, method
 from loraplex_client.encoding import EncodingCalls
 from loraplex_client.endpoint import ApiKey, Tls, credentials_of
-from loraplex_client.errors import InvalidRequestError, NotImplementedByServerError
+from loraplex_client.errors import InvalidRequestError, NotImplementedByServerError, rate_limits_in
 from loraplex_client.generation import ContinuationScore, Generation, Scores, ServedModel, Usage
 from loraplex_client.options import ChatOptions, GenerateOptions, M, generate_request, parse_answer, with_keywords
 from loraplex_client.retries import RESUME_ATTEMPTS, read_addresses
@@ -186,7 +186,8 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         request = inference_pb2.ScoreRequest(
             spec=generate_request(prompt, options).spec, continuations=map(_continuation, continuations)
         )
-        response = yield Call("Score", request, timeout_s=timeout_s)
+        told: list[Any] = []
+        response = yield Call("Score", request, timeout_s=timeout_s, hear=told.extend)
         return Scores(
             scores=tuple(
                 ContinuationScore(tuple(one.token_ids), tuple(one.logprobs), one.sum, tuple(one.greedy))
@@ -196,6 +197,7 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
             adapter_revision=response.adapter_revision,
             request_id=response.request_id,
             adapters=tuple((part.adapter, part.weight) for part in response.adapters),
+            rate_limits=rate_limits_in(told),
         )
 
     @method

@@ -21,9 +21,17 @@ import grpc
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
-from loraplex_client.endpoint import ADMITTED_KEY, NOT_ENFORCED_KEY, RATE_LIMITS_KEY, Endpoint
-from loraplex_client.errors import CancelledError, ClientClosedError, LoraplexError, error_of, unknown_keyword
-from loraplex_client.generation import Attempt, Generation, Piece, RateLimit, Recovery
+from loraplex_client.endpoint import ADMITTED_KEY, NOT_ENFORCED_KEY, Endpoint
+from loraplex_client.errors import (
+    CancelledError,
+    ClientClosedError,
+    LoraplexError,
+    RateLimit,
+    error_of,
+    rate_limits_in,
+    unknown_keyword,
+)
+from loraplex_client.generation import Attempt, Generation, Piece, Recovery
 
 # Maximum tokens of a message whose log probabilities are read on the event loop, in some milliseconds.
 _FEW = 256
@@ -62,9 +70,8 @@ class _Running:
         """Take what an answer's metadata says of its request; return whether that is admitted."""
         told = dict(metadata or ())
         self.not_enforced = tuple(json.loads(told.get(NOT_ENFORCED_KEY, "[]")))
-        if rates := told.get(RATE_LIMITS_KEY):
-            self.rate_limits = {kind: RateLimit(*values) for kind, values in json.loads(rates).items()}
-            self._recovery.rate_limits = self.rate_limits
+        if rates := rate_limits_in(metadata):
+            self.rate_limits = self._recovery.rate_limits = rates
         return ADMITTED_KEY in told
 
     def _leave(self) -> None:
@@ -261,7 +268,12 @@ class Connection(Endpoint):
             time.sleep(pause_s)
 
     def _ask(self, attempt: Attempt) -> Any:
-        call, answer = attempt.call, self.start(attempt)
+        call = attempt.call
+        if call.hear is not None:
+            message, rpc = self.start(attempt, "with_call")
+            call.hear(rpc.trailing_metadata())
+            return message
+        answer = self.start(attempt)
         if call.take is None:
             return answer
         try:
@@ -329,7 +341,10 @@ class AsyncConnection(Endpoint):
     async def _ask(self, attempt: Attempt) -> Any:
         call, answer = attempt.call, self.start(attempt)
         if call.take is None:
-            return await answer
+            message = await answer
+            if call.hear is not None:
+                call.hear(await answer.trailing_metadata())
+            return message
         try:
             async for message in answer:
                 call.take(message)

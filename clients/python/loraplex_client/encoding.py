@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import method
-from loraplex_client.errors import InternalError, InvalidRequestError, unknown_keyword
+from loraplex_client.errors import InternalError, InvalidRequestError, RateLimit, rate_limits_in, unknown_keyword
 from loraplex_client.generation import Timings, Usage
 from loraplex_client.options import bad_value, weighted_adapters, with_keywords
 
@@ -54,6 +54,7 @@ class Embeddings:
     request_id: str
     continuations: int = 0
     adapters: tuple[tuple[str, float], ...] = ()
+    rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Classifications:
     adapter_revision: str
     request_id: str
     continuations: int = 0
+    rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
 
 
 class EncodingCalls:
@@ -104,7 +106,7 @@ class EncodingCalls:
         for spec in parts:
             request = inference_pb2.EmbedRequest(spec=spec, pooling=_POOLINGS[pooling], normalize=normalize)
             with parts.named():
-                response = yield Call("Embed", request, timeout_s=timeout_s)
+                response = yield Call("Embed", request, timeout_s=timeout_s, hear=parts.hear)
             vectors += (tuple(embedding.values) for embedding in response.embeddings)
             parts.answered(response.summary, len(vectors))
         return Embeddings(tuple(vectors), **parts.summary(), adapters=tuple(parts.adapters))
@@ -120,7 +122,8 @@ class EncodingCalls:
         parts = _Parts(texts, options)
         for spec in parts:
             with parts.named():
-                response = yield Call("Classify", inference_pb2.ClassifyRequest(spec=spec), timeout_s=timeout_s)
+                request = inference_pb2.ClassifyRequest(spec=spec)
+                response = yield Call("Classify", request, timeout_s=timeout_s, hear=parts.hear)
             classifications += (
                 Classification(one.label, tuple(one.probabilities), tuple(one.logits))
                 for one in response.classifications
@@ -144,6 +147,7 @@ class _Parts:
         self.revision, self.request_id = "", ""
         self.adapters: list[tuple[str, float]] = []
         self.continuations = 0
+        self.rate_limits: Mapping[str, RateLimit] = {}
 
     def __iter__(self) -> Iterator[inference_pb2.EncodeSpec]:
         for start in range(0, max(1, len(self._texts)), TEXTS_PER_CALL):
@@ -166,8 +170,13 @@ class _Parts:
 
     def summary(self) -> dict[str, Any]:
         """Return the fields that both answers have."""
-        names = {"usage": self.usage, "timings": self.timings, "adapter_revision": self.revision}
-        return {**names, "request_id": self.request_id, "continuations": self.continuations}
+        names: dict[str, Any] = {"usage": self.usage, "timings": self.timings, "adapter_revision": self.revision}
+        names |= {"request_id": self.request_id, "continuations": self.continuations}
+        return {**names, "rate_limits": self.rate_limits}
+
+    def hear(self, metadata: Any) -> None:
+        """Take the caller's limits of the newest call."""
+        self.rate_limits = rate_limits_in(metadata)
 
     def _renamed(self, text: str) -> str:
         return re.sub(r"^inputs\[(\d+)\]", lambda match: f"inputs[{int(match[1]) + self._start}]", text)

@@ -168,8 +168,6 @@ TENANT_KEY = "x-loraplex-tenant"
 ADMITTED_KEY = "x-loraplex-admitted"
 # Metadata of the same answer: the parts of tools' schemas that calls need not keep to, as JSON.
 NOT_ENFORCED_KEY = "x-loraplex-not-enforced"
-# Also of the same answer: what the caller's plans leave, as JSON.
-RATE_LIMITS_KEY = "x-loraplex-rate-limits"
 _ASKS_FOR_ADMISSION = ((ADMITTED_KEY, "1"),)
 # The tenant of a client that has neither a credential nor a tenant.
 DEFAULT_TENANT = "default"
@@ -283,9 +281,9 @@ class Endpoint:
         """Return whether the channels were closed; streams that ran then are not resumed."""
         return self._channels.closed
 
-    def start(self, attempt: Attempt) -> Any:
-        """Begin an RPC."""
-        method = getattr(self._channels.stub(attempt.address), attempt.call.method)
+    def start(self, attempt: Attempt, form: str = "__call__") -> Any:
+        """Begin an RPC, by a method of grpc's callable."""
+        method = getattr(getattr(self._channels.stub(attempt.address), attempt.call.method), form)
         asks = _ASKS_FOR_ADMISSION if attempt.call.method in ("Generate", "Resume") else ()
         metadata = (*self._metadata, *self._credentials.metadata(), *trace_metadata(), *asks)
         return method(attempt.call.request, timeout=attempt.timeout_s, metadata=metadata)

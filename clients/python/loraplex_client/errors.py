@@ -21,7 +21,9 @@ LoraplexError                     any of these; `reason` is empty where no Lorap
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -31,6 +33,23 @@ from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
 
 DETAILS_KEY = "grpc-status-details-bin"
+# Metadata of an answer: what the caller's plans leave, as JSON.
+RATE_LIMITS_KEY = "x-loraplex-rate-limits"
+
+
+@dataclass(frozen=True)
+class RateLimit:
+    """A limit of the caller's plan: its maximum, what is left of it, and the seconds until its window ends."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+def rate_limits_in(metadata: Any) -> Mapping[str, RateLimit]:
+    """Return the limits of `requests` and of `tokens` that an answer's metadata tells."""
+    rates = dict(metadata or ()).get(RATE_LIMITS_KEY, "{}")
+    return {kind: RateLimit(*values) for kind, values in json.loads(rates).items()}
 
 
 class LoraplexError(Exception):
@@ -84,14 +103,24 @@ class AbortedError(LoraplexError):
 
 
 class ResourceExhaustedError(LoraplexError):
-    """A full quota or queue of `subject`; `retry_after_s` is None if waiting does not help."""
+    """A full quota or queue of `subject`; `retry_after_s` is None if waiting does not help.
+
+    `rate_limits` has the limits of the caller's plan, as a Generation has them, where one of them refused the call.
+    """
 
     def __init__(
-        self, message: str, *, reason: str = "", subject: str = "", retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        subject: str = "",
+        retry_after_s: float | None = None,
+        rate_limits: Mapping[str, RateLimit] | None = None,
     ) -> None:
         super().__init__(message, reason=reason)
         self.subject = subject
         self.retry_after_s = retry_after_s
+        self.rate_limits = rate_limits or {}
 
 
 class UnauthenticatedError(LoraplexError):
@@ -173,7 +202,7 @@ _CLASSES: dict[grpc.StatusCode, tuple[type[LoraplexError], tuple[str, ...]]] = {
     grpc.StatusCode.FAILED_PRECONDITION: (FailedPreconditionError, ("subject",)),
     grpc.StatusCode.ALREADY_EXISTS: (AlreadyExistsError, ()),
     grpc.StatusCode.ABORTED: (AbortedError, ()),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (ResourceExhaustedError, ("subject", "retry_after_s")),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (ResourceExhaustedError, ("subject", "retry_after_s", "rate_limits")),
     grpc.StatusCode.UNAUTHENTICATED: (UnauthenticatedError, ()),
     grpc.StatusCode.PERMISSION_DENIED: (PermissionDeniedError, ()),
     grpc.StatusCode.UNAVAILABLE: (UnavailableError, ("retry_after_s",)),
@@ -191,7 +220,8 @@ STATUSES = {cls: status.name for status, (cls, _) in _CLASSES.items()}
 def error_of(error: grpc.RpcError, address: str) -> LoraplexError:
     """Return the exception for a failed call of grpc or grpc.aio; `address` is the server's."""
     call: Any = error  # at run time every RpcError of a call is a grpc.Call
-    details = _read_details(call.trailing_metadata())
+    metadata = call.trailing_metadata()
+    details = {**_read_details(metadata), "rate_limits": rate_limits_in(metadata)}
     message, reason = call.details() or f"{address} gave no message", details.pop("reason", "")
     if call.code() is grpc.StatusCode.UNAVAILABLE and not reason:
         message = f"no answer from {address}: {message}"

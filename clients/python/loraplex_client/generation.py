@@ -20,7 +20,14 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call
 from loraplex_client.chat import GrowingCalls, ToolCall, ToolCallPart, message_of
-from loraplex_client.errors import InternalError, InvalidRequestError, LoraplexError, UnavailableError, is_broken
+from loraplex_client.errors import (
+    InternalError,
+    InvalidRequestError,
+    LoraplexError,
+    RateLimit,
+    UnavailableError,
+    is_broken,
+)
 from loraplex_client.retries import Tries
 
 
@@ -87,15 +94,6 @@ class Timings:
     adapter_s: float
     ttft_s: float
     decode_s: float
-
-
-@dataclass(frozen=True)
-class RateLimit:
-    """A limit of the caller's plan: its maximum, what is left of it, and the seconds until its window ends."""
-
-    limit: int
-    remaining: int
-    reset_s: float
 
 
 @dataclass(frozen=True)
@@ -203,6 +201,7 @@ class Scores:
     adapter_revision: str
     request_id: str
     adapters: tuple[tuple[str, float], ...] = ()
+    rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
 
     @property
     def best(self) -> int:

@@ -123,11 +123,14 @@ class Reservation(msgspec.Struct):
 
 
 class QuotaReachedError(Exception):
-    """A limit leaves no room; `wait_ms` is the time until there is some, None where there never is for this request."""
+    """A limit leaves no room; `wait_ms` is the time until there is some, None where there never is for this request.
 
-    def __init__(self, account: str, limit: str, wait_ms: float) -> None:
+    `room` is the rest of each limit.
+    """
+
+    def __init__(self, account: str, limit: str, wait_ms: float, room: Sequence[Room] = ()) -> None:
         super().__init__(limit)
-        self.account, self.limit = account, limit
+        self.account, self.limit, self.room = account, limit, room
         self.wait_ms = int(wait_ms) if wait_ms < 2**53 else None
 
 
@@ -203,16 +206,16 @@ class Ledger:
         answer = self._take(packed)
         if answer.closed_ms:
             raise LedgerUnreadyError(answer.closed_ms, loads=answer.loads)
-        if answer.refused is not None:
-            raise QuotaReachedError(*answer.refused)
-        assert answer.reservation is not None, "what is not refused is granted"
-        granted = answer.reservation
-        granted.told_input, granted.told_output = granted.used_input, granted.used_output
-        granted.room = [
+        room = [
             msgspec.structs.replace(one, ends_s=_window_left_ms(answer.now, one.limit) / 1e3)
             for one in answer.room
             if "_per_" in one.limit
         ]
+        if answer.refused is not None:
+            raise QuotaReachedError(*answer.refused, room)
+        assert answer.reservation is not None, "what is not refused is granted"
+        granted = answer.reservation
+        granted.told_input, granted.told_output, granted.room = granted.used_input, granted.used_output, room
         return granted
 
     async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, set[str]]:

@@ -19,6 +19,11 @@ CallError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+# Of `requests` and `tokens`: the maximum of a caller's limit, what is left, and the seconds until its window ends.
+RateLimits = Mapping[str, tuple[int, int, float]]
+
 
 class CallError(Exception):
     """An error that ends a call with one status; `reason` is UPPER_SNAKE_CASE and goes into the ErrorInfo detail."""
@@ -100,7 +105,8 @@ class Aborted(CallError):
 class Exhausted(CallError):
     """A quota, queue or memory that is full; `subject` says whose.
 
-    `retry_after_s` is how many seconds to wait before the next call; None: waiting does not help.
+    `retry_after_s` is how many seconds to wait before the next call; None: waiting does not help. `rate_limits` are
+    those of the caller's plan, where one of them refuses the call.
     """
 
     reason = "EXHAUSTED"
@@ -109,6 +115,7 @@ class Exhausted(CallError):
         super().__init__(message, reason=reason)
         self.subject = subject
         self.retry_after_s = retry_after_s
+        self.rate_limits: RateLimits = {}
 
 
 class PermissionDenied(CallError):

@@ -6,6 +6,7 @@ Details are google.rpc messages in the `grpc-status-details-bin` trailer, ErrorI
 
 from __future__ import annotations
 
+import json
 from typing import Any, NoReturn
 
 import grpc
@@ -29,12 +30,16 @@ from loraplex.runtime.rpc.errors import (
     NotFound,
     PermissionDenied,
     PositionGone,
+    RateLimits,
     Unavailable,
 )
 from loraplex.runtime.rpc.principal import Unauthenticated
 
 DOMAIN = "loraplex"
 DETAILS_KEY = "grpc-status-details-bin"
+# Metadata of an answer to a caller whose plans have such limits: {"requests": [maximum, left, seconds until the window
+# ends], "tokens": [...]} as JSON.
+RATE_LIMITS_KEY = "x-loraplex-rate-limits"
 # Maximum length in characters of a status's message and of a resource's name: trailers have a size limit.
 _TEXT_CHARACTERS = 500
 # Control characters and line ends, which a caller's own names may have.
@@ -124,7 +129,13 @@ def _retry(after_s: float) -> details_pb2.RetryInfo:
     return details_pb2.RetryInfo(retry_delay=delay)
 
 
+def rates_metadata(rates: RateLimits) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that tells a caller its limits; nothing where it has none."""
+    return ((RATE_LIMITS_KEY, json.dumps(rates)),) if rates else ()
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: CallError) -> NoReturn:
     """End the call with the status of the error; always raises."""
     code, status = to_status(error)
-    await context.abort(code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
+    rates = rates_metadata(error.rate_limits if isinstance(error, Exhausted) else {})
+    await context.abort(code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()), *rates))

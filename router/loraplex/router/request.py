@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from loraplex.contracts.broker.messages import AdapterRef
 from loraplex.contracts.options import FinishReason, Pooling, SamplingParams, Task, TokenLogprobs
+from loraplex.runtime.rpc.errors import RateLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,8 @@ class Summary:
     adapters: tuple[WeightedAdapter, ...] = ()
     # Paths of the parts of tools' schemas that calls need not keep to.
     not_enforced: tuple[str, ...] = ()
+    # The caller's limits, of a call without a stream.
+    rate_limits: RateLimits = field(default_factory=dict)
 
 
 Event = PromptLogprobs | Delta | Finished | Summary

@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +231,8 @@ async def test_headers_say_what_the_plan_leaves(cluster: Cluster, client: Client
         raw = await limited.chat.completions.with_raw_response.create(**asked)
         streamed = await limited.chat.completions.with_raw_response.create(**asked, stream=True)
         _ = [chunk async for chunk in streamed.parse()]
-        found[:] = [
-            {name: value for name, value in one.headers.items() if name.startswith("x-ratelimit-")}
-            for one in (raw, streamed)
-        ]
+        vector = await limited.embeddings.with_raw_response.create(model="hash", input="one")
+        found[:] = [rates_in(one.headers) for one in (raw, streamed, vector)]
         return all(found)
 
     await eventually(is_limited)  # both routers have read the plan
@@ -244,7 +244,43 @@ async def test_headers_say_what_the_plan_leaves(cluster: Cluster, client: Client
         assert re.fullmatch(r"1m0s|\d+s", headers["x-ratelimit-reset-requests"])
         assert re.fullmatch(r"(\d+h)?(\d+m)?\d+s", headers["x-ratelimit-reset-tokens"])
     without = await client.chat.completions.with_raw_response.create(**{**asked, "model": "a"})
-    assert not [name for name in without.headers if name.startswith("x-ratelimit-")]
+    assert not rates_in(without.headers)
+
+
+def rates_in(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.startswith("x-ratelimit-")}
+
+
+async def test_a_refusal_says_which_limit_is_reached_and_until_when(
+    cluster: Cluster, client: Client, eventually: Eventually
+) -> None:
+    """As OpenAI's do: whole answers, streams, embeddings, and those of Anthropic's protocol alike."""
+    await set_plans(cluster.local.store, "[tenants.spent]\nrequests_per_minute = 1\ntokens_per_day = 900\n")
+    spent = client.with_options(default_headers={"x-loraplex-tenant": "spent"})
+    asked: Any = {"messages": MESSAGES, "model": "hash", "max_tokens": 2}
+    refusals: list[openai.RateLimitError] = []
+
+    async def refuses_all() -> bool:
+        refusals.clear()
+        for ask in (
+            partial(spent.chat.completions.create, **asked),
+            partial(spent.chat.completions.create, **asked, stream=True),
+            partial(spent.embeddings.create, model="hash", input="one"),
+        ):
+            try:
+                await ask()
+            except openai.RateLimitError as error:
+                refusals.append(error)
+        return len(refusals) == 3
+
+    await eventually(refuses_all)  # both routers have read the plan, and no minute began meanwhile
+    for refusal in refusals:
+        headers = refusal.response.headers
+        assert headers["x-ratelimit-limit-requests"] == "1"
+        assert headers["x-ratelimit-remaining-requests"] == "0"
+        assert re.fullmatch(r"1m0s|\d+s", headers["x-ratelimit-reset-requests"])
+        assert 0 < int(headers["x-ratelimit-remaining-tokens"]) < 900
+        assert 1 <= int(headers["retry-after"]) <= 61
 
 
 async def test_a_chat_with_the_tools_of_any_mcp_server_is_answered(client: Client) -> None:

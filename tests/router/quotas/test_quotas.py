@@ -17,7 +17,7 @@ from loraplex.contracts.broker.functions import Library, shipped_functions
 from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.ledger import Ledger
 from loraplex.router.dispatch.routed_job import RoutedJob
-from loraplex.router.quotas.quotas import CallBudget, Quotas
+from loraplex.router.quotas.quotas import CallBudget, Quotas, rates_of
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, Unavailable
 from tests.accounts import account_of
 from tests.plans_file import plans_in
@@ -107,6 +107,9 @@ async def test_a_refusal_says_whose_quota_it_is_and_when_to_come_again(new: New)
     assert (refused.value.reason, refused.value.subject) == ("QUOTA_EXCEEDED", "tenants/acme/quotas/tokens_per_day")
     assert refused.value.retry_after_s is not None
     assert 0 < refused.value.retry_after_s <= 86_401
+    most, left, ends_s = refused.value.rate_limits["tokens"]
+    assert (most, left) == (100, 20)
+    assert 0 <= refused.value.retry_after_s - ends_s <= 1.001
     with pytest.raises(Exhausted) as never:
         await quotas.reserve("acme", 40, 70)
     assert never.value.retry_after_s is None
@@ -115,10 +118,10 @@ async def test_a_refusal_says_whose_quota_it_is_and_when_to_come_again(new: New)
 async def test_a_budget_says_of_which_limits_least_is_left(new: New) -> None:
     quotas = new(tokens_per_day=1_000, output_tokens_per_minute=500, requests_per_minute=9, concurrent_streams=3)
     await reserved(quotas, 40, 60)
-    rates = (await reserved(quotas, 40, 60)).rate_limits
+    rates = rates_of(await reserved(quotas, 40, 60))
     assert {kind: rate[:2] for kind, rate in rates.items()} == {"requests": (9, 7), "tokens": (500, 380)}
     assert all(0 < ends_s <= 60 for _, _, ends_s in rates.values())
-    assert (await reserved(new(concurrent_streams=9), 1, 1)).rate_limits == {}
+    assert rates_of(await reserved(new(concurrent_streams=9), 1, 1)) == {}
 
 
 async def test_what_a_request_used_stays_and_the_rest_comes_back(new: New, redis: Redis) -> None:

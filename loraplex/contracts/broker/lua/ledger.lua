@@ -280,7 +280,7 @@ function ledger.reserve(packed)
   local holds = ledger.amounts_of(r.requests, math.max(0, r.input - r.used_input), math.max(0, r.output - r.used_output),
     r.streams)
   local refused = ledger.refusal(call, r, needs, holds)
-  if refused then return call, {refused = refused} end
+  if refused then return call, {refused = refused, room = ledger.room_of(call), now = call.now} end
 
   local at_ms = r.open and r.at_ms or call.now
   if is_known then ledger.settle(call, r) end

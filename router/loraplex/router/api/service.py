@@ -47,15 +47,15 @@ from loraplex.router.api.request_telemetry import RequestRecord, RequestTelemetr
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation, OnAdmitted
 from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls
-from loraplex.router.quotas.quotas import RateLimits
 from loraplex.router.request import Message, Request, Stopping, Summary
 from loraplex.router.text.chat import tokenizer_config
-from loraplex.runtime.rpc.errors import CallError, InvalidField
+from loraplex.runtime.rpc.errors import CallError, InvalidField, RateLimits
 from loraplex.runtime.rpc.interceptors import Context, Handler, Interceptor, current_call
 from loraplex.runtime.rpc.principal import caller, calling_tenant
 from loraplex.runtime.rpc.receiving import RECEIVE_S, OneMessage, reading
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.shares import FairTurns, Shares
+from loraplex.runtime.rpc.status import rates_metadata
 from loraplex.runtime.tenancy.permissions import SGLANG_SERVICE
 
 # Maximum number of fields of a message, those of the messages in it too; packed numbers count as one. A chat has about
@@ -294,9 +294,6 @@ def write_scores(scores: Sequence[ContinuationScore], summary: Summary) -> pb.Sc
 ADMITTED_KEY = "x-loraplex-admitted"
 # Metadata of the same answer: Summary.not_enforced as JSON, where there is any.
 NOT_ENFORCED_KEY = "x-loraplex-not-enforced"
-# Also of the same answer, where the caller's plans have such limits: {"requests": [maximum, left, seconds until the
-# window ends], "tokens": [...]} as JSON.
-RATE_LIMITS_KEY = "x-loraplex-rate-limits"
 
 
 def _announcer(context: Context) -> OnAdmitted | None:
@@ -305,10 +302,8 @@ def _announcer(context: Context) -> OnAdmitted | None:
         return None
 
     async def announce(not_enforced: Sequence[str], rates: RateLimits) -> None:
-        told = ((NOT_ENFORCED_KEY, not_enforced), (RATE_LIMITS_KEY, rates))
-        await context.send_initial_metadata(
-            ((ADMITTED_KEY, "1"), *((key, json.dumps(value)) for key, value in told if value))
-        )
+        told = ((NOT_ENFORCED_KEY, json.dumps(not_enforced)),) if not_enforced else ()
+        await context.send_initial_metadata(((ADMITTED_KEY, "1"), *told, *rates_metadata(rates)))
 
     return announce
 
@@ -385,6 +380,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             del request
             scores, summary = await self.unary_calls.score(call, continuations, context.time_remaining())
             record.count(summary)
+            context.set_trailing_metadata(rates_metadata(summary.rate_limits))
             return write_scores(scores, summary)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
@@ -395,6 +391,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             write = partial(write_embedding, normalize=normalize)
             embeddings, summary = await self.unary_calls.encode(call, context.time_remaining(), write)
             record.count_texts("embed", len(embeddings), summary)
+            context.set_trailing_metadata(rates_metadata(summary.rate_limits))
             return pb.EmbedResponse(embeddings=embeddings, summary=write_encode_summary(summary))
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
@@ -405,6 +402,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 call, context.time_remaining(), write_classification
             )
             record.count_texts("classify", len(classifications), summary)
+            context.set_trailing_metadata(rates_metadata(summary.rate_limits))
             return pb.ClassifyResponse(
                 classifications=[one for one, _ in classifications],
                 labels=classifications[0][1],

@@ -25,10 +25,10 @@ from loraplex.router.generation.answer import Answer
 from loraplex.router.generation.resume import ResumePayload, ResumeTokens, Resumption
 from loraplex.router.generation.rollouts import NOT_OF_REVISIONS, Rollouts, Side, Trial
 from loraplex.router.generation.run import Run, Runs
-from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, Quotas, RateLimits
+from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, Quotas, rates_of
 from loraplex.router.request import Message, Received, Request
 from loraplex.router.text.tokenizer import PromptTokenizer
-from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable
+from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, InvalidField, RateLimits, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Generation:
         """Yield the messages of a run to its reader; `received`: what the client of a resumed request has."""
         request, job = run.request, run.routed.job
         try:
-            await on_admitted(run.calls.not_enforced, run.budget.rate_limits if run.budget else {})
+            await on_admitted(run.calls.not_enforced, rates_of(run.budget))
             make_answer = partial(Answer, request, run.tokenizer, run.routed, received, run.chat_format)
             answer = await self.prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
             started = False

@@ -26,7 +26,7 @@ from loraplex.router.catalog.adapters import Classifier
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation
-from loraplex.router.quotas.quotas import CallBudget
+from loraplex.router.quotas.quotas import CallBudget, rates_of
 from loraplex.router.request import (
     EncodeRequest,
     PromptLogprobs,
@@ -111,7 +111,8 @@ class UnaryCalls:
                 return written, routed
 
             ended = await run_some_at_once([partial(run, job) for job in jobs], TEXTS_AT_ONCE)
-        return [written for written, _ in ended], _summary([routed for _, routed in ended])
+        summary = _summary([routed for _, routed in ended])
+        return [written for written, _ in ended], replace(summary, rate_limits=rates_of(budget))
 
     async def score(
         self, request: Request, continuations: Sequence[str | tuple[int, ...]], deadline_s: float | None
@@ -132,7 +133,8 @@ class UnaryCalls:
             first = await run(parts[0])
             others = [partial(run, _with_revision(part, first[1])) for part in parts[1:]]
             scored = [first, *await run_some_at_once(others, CONTINUATIONS_AT_ONCE)]
-        return [score for score, _ in scored], _total(request.request_id, [summary for _, summary in scored])
+        summary = _total(request.request_id, [summary for _, summary in scored])
+        return [score for score, _ in scored], replace(summary, rate_limits=rates_of(budget))
 
     async def _score(
         self, part: Request, deadline_s: float | None, budget: CallBudget | None

@@ -43,14 +43,12 @@ from loraplex.router.dispatch.outbox import redis_full
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.quotas.plans import Owner, Plans, bounded
-from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, Unavailable
+from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, RateLimits, Unavailable
 from loraplex.runtime.rpc.principal import calling_key
 from loraplex.runtime.rpc.tasks import every
 from loraplex.runtime.telemetry.logging import LogOnce
 
 T = TypeVar("T")
-# Of `requests` and `tokens`: the maximum, what is left, and the seconds until the window ends.
-RateLimits = Mapping[str, tuple[int, int, float]]
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +101,15 @@ class UsageEvents(Protocol):
         """Send and write what waits within a timeout in seconds."""
 
 
+def rates_of(answer: CallBudget | QuotaReachedError | None) -> RateLimits:
+    """Return the limits of requests and of tokens of which the ledger's answer leaves least."""
+    rates: dict[str, tuple[int, int, float]] = {}
+    for one in sorted(answer.room if answer else (), key=attrgetter("left")):
+        kind = "requests" if one.limit == "requests_per_minute" else "tokens"
+        rates.setdefault(kind, (one.most, one.left, round(one.ends_s, 3)))
+    return rates
+
+
 @dataclass(slots=True, eq=False)
 class CallBudget:
     """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
@@ -126,15 +133,6 @@ class CallBudget:
     end: asyncio.Future[None] | None = None
     # The rest of each limit when it was granted.
     room: Sequence[Room] = ()
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        """Return the limits of requests and of tokens of which least was left."""
-        rates: dict[str, tuple[int, int, float]] = {}
-        for one in sorted(self.room, key=attrgetter("left")):
-            kind = "requests" if one.limit == "requests_per_minute" else "tokens"
-            rates.setdefault(kind, (one.most, one.left, round(one.ends_s, 3)))
-        return rates
 
     @property
     def asked(self) -> Asked:
@@ -311,7 +309,9 @@ class Quotas:
                 yield
         except QuotaReachedError as error:
             owner = next(one for one in budget.owners if one.account == error.account)
-            raise self._refusal(owner, error.limit, "the request alone is more", error.wait_ms) from error
+            refusal = self._refusal(owner, error.limit, "the request alone is more", error.wait_ms)
+            refusal.rate_limits = rates_of(error)
+            raise refusal from error
         except OutOfMemoryError as error:
             raise redis_full() from error
         except BaseException as error:
