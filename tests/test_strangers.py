@@ -28,7 +28,7 @@ CALLS = {
     "transfers/objects.py": "OpenSockets, cut by the transfer's end",
     "transfers/hub.py": "OpenSockets, cut by the transfer's end; the library makes no calls",
     "releases/webhooks.py": "timed_call; a thread of each webhook",
-    "runtime/tenancy/json_web_tokens.py": "timed_call",
+    "issuers/signing_keys.py": "timed_call",
     "usage_events/sender.py": "timed_call",
     "adapter_store/bucket.py": "the operator's own bucket",
     "runtime/rpc/probe.py": "a probe of Kubernetes, which ends it",

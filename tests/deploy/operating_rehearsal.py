@@ -33,9 +33,9 @@ from tests.clients.operator.kubernetes_api import KubernetesApi
 from tests.deploy.kubernetes_tools import CHART, Manifest, render
 from tests.deploy.pods import Cluster
 from tests.deploy.rehearsal import MODEL, Streams
+from tests.issuers.test_tokens import AUDIENCE, ISSUER, KEYS, token
 from tests.postgres_server import PostgresServer
 from tests.router.usage_events.test_sender import Collector
-from tests.tenancy.test_json_web_tokens import AUDIENCE, ISSUER, KEYS, token
 from tests.valkey_server import ValkeyServer
 
 NEXT = MODEL.replace("seed=1", "seed=2")
@@ -291,10 +291,12 @@ async def rehearse_restricted(directory: Path, streams: int, say: Say) -> None:
 async def rehearse_oidc(directory: Path, streams: int, say: Say) -> None:
     """Ask gateways over HTTPS with tokens of an issuer, all at once."""
     (directory / "jwks.json").write_text(json.dumps({"keys": KEYS}))
-    jwt = {"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(directory / "jwks.json")}
-    values = {"models": {"qwen": _NO_FILES}, "credentials": {"jwt": jwt}}
+    rules = [{"group": "acme-staff", "role": "tenant-user", "tenant": "acme"}]
+    issuer = {"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(directory / "jwks.json"), "rules": rules}
+    values = {"models": {"qwen": _NO_FILES}, "credentials": {"jwt": {"issuers": [issuer]}}}
     async with installed(directory, "oidc-gateway", values) as release:
-        bearer = {"authorization": f"Bearer {token(exp=time.time() + 3600)}"}
+        made = token(exp=time.time() + 3600, tenant=None, groups=["acme-staff"])
+        bearer = {"authorization": f"Bearer {made}"}
         url = f"https://{release.cluster.address_of('lx-gateway')}/v1/completions"
         body = {"model": "qwen", "prompt": "x", "max_tokens": 4}
         async with httpx2.AsyncClient(verify=str(release.tls.ca)) as http:

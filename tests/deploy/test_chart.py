@@ -364,7 +364,12 @@ def test_an_embedded_server_of_a_cell_lets_its_own_workers_in() -> None:
         (("credentials.mode=secrets",), "/credentials/secret/name"),
         (("credentials.mode=secrets", "credentials.secret.name=keys"), "credentials.secrets.worker: name its Secret"),
         (("credentials.mode=certManager", "credentials.secret.name=keys"), "/credentials/issuer/name"),
-        (("credentials.jwt.issuer=https://login",), "/credentials/mode"),
+        (
+            tuple(
+                f"credentials.jwt.issuers[0].{one}" for one in ("issuer=https://a", "audience=b", "jwks=https://a/k")
+            ),
+            "/credentials/mode",
+        ),
         (("models.base.hub.repository=org/model",), "/models/base"),
         (("gateway.ingress.enabled=true",), "/gateway/ingress/host"),
         (("router.replicas=0",), "/router/replicas"),

@@ -184,6 +184,13 @@ def test_an_ingress_is_told_of_the_backends_tls() -> None:
         ("restricted", ("redis.usersSecret=x",), "/redis/usersSecret"),
         ("laptop", ("redis.caSecret=x",), "/redis/caSecret"),
         ("gpu", ("credentials.mode=secrets",), "credentials.secrets."),
+        (
+            "oidc-gateway",
+            ("credentials.jwt.issuers[0].rules[0].tenant={acme,globex}",),
+            "/credentials/jwt/issuers/0/rules/0/tenant",
+        ),
+        ("oidc-gateway", ("credentials.jwt.issuers[0].rules[0].role=root",), "/credentials/jwt/issuers/0/rules/0/role"),
+        ("oidc-gateway", ("credentials.jwt.issuers[0].audience=null",), "/credentials/jwt/issuers/0/audience"),
         ("oidc-gateway", ("gateway.route.caConfigMap=",), "gateway.route.caConfigMap: with credentials the Gateway"),
         (
             "oidc-gateway",

@@ -216,6 +216,11 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 
 {{- /* Mounts and volumes of a part's values, and of the certificates and keys that are for its `role`: that of a store,
      router, worker or gateway, of an operator, or none. */}}
+{{- /* Whether a part reads tokens, and so the file of their issuers. */}}
+{{- define "loraplex.readsTokens" -}}
+{{- if and .root.Values.credentials.jwt.issuers (has .role (list "router" "store")) }}true{{ end }}
+{{- end }}
+
 {{- define "loraplex.mounts" -}}
 {{- $root := .root -}}
 - {name: tmp, mountPath: /tmp}
@@ -224,6 +229,9 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- if ne .role "gateway" }}
 - {name: keys, mountPath: /etc/loraplex/keys, readOnly: true}
 {{- end }}
+{{- end }}
+{{- if include "loraplex.readsTokens" . }}
+- {name: issuers, mountPath: /etc/loraplex/issuers, readOnly: true}
 {{- end }}
 {{- if and (or $root.Values.redis.caSecret $root.Values.redis.usersSecret) (has .role (list "router" "worker")) }}
 - {name: redis, mountPath: /etc/loraplex/redis, readOnly: true}
@@ -252,6 +260,10 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
       {{- end }}
 {{- end }}
 {{- end }}
+{{- if include "loraplex.readsTokens" . }}
+- name: issuers
+  configMap: {name: {{ $root.Release.Name }}-issuers}
+{{- end }}
 {{- if has .role (list "router" "worker") }}
 {{- with $root.Values.redis.usersSecret }}
 - name: redis
@@ -263,7 +275,7 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 {{- range .values.extraVolumes }}
-{{- if has .name (list "tmp" "tls" "keys" "redis" "home" "data" "model" "shm" "config" "files" "users") }}
+{{- if has .name (list "tmp" "tls" "keys" "issuers" "redis" "home" "data" "model" "shm" "config" "files" "users") }}
 {{- fail (printf "%s.extraVolumes: the chart has a volume %s; give it another name" $.path .name) }}
 {{- end }}
 - {{ toJson . }}
@@ -271,12 +283,8 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- end }}
 
 {{- define "loraplex.jwtFlags" -}}
-{{- with .Values.credentials.jwt }}
-{{- if .issuer }}
-- --jwt-issuer={{ .issuer }}
-- --jwt-audience={{ .audience }}
-- --jwt-jwks={{ .jwks }}
-{{- end }}
+{{- if .Values.credentials.jwt.issuers }}
+- --jwt-issuers=/etc/loraplex/issuers/issuers.json
 {{- end }}
 {{- end }}
 

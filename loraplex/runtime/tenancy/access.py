@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import grpc
 
@@ -18,6 +19,8 @@ from loraplex.runtime.tenancy.permissions import Port
 
 log = logging.getLogger(__name__)
 
+# The package at the edge that reads tokens.
+ISSUERS = "loraplex.issuers.tokens"
 _PORTS = ("mtls_port", "operator_port", "operator_mtls_port")
 
 
@@ -35,9 +38,7 @@ class AccessSettings:
 
     reflection: bool = setting("serve gRPC server reflection to operators (docs/reference/grpc.md)", False)
 
-    jwt_issuer: str = setting("accept tokens (JWT) of this issuer; with --jwt-audience and --jwt-jwks", "")
-    jwt_audience: str = setting("audience that tokens must name", "")
-    jwt_jwks: str = setting("file or https URL of the JWKS that verifies tokens", "")
+    jwt_issuers: str = setting("file of the issuers whose tokens (JWT) are accepted, and of their rules", "")
 
     def check_access(self, host: str, insecure_tenants: bool) -> None:
         """Raise ValueError where the settings let in whom they should not, or go without each other."""
@@ -48,13 +49,10 @@ class AccessSettings:
             check_exposure(host, insecure_tenants)
         if self.reflection:
             check_installed("--reflection", "grpc_reflection")
-        tokens = (self.jwt_issuer, self.jwt_audience, self.jwt_jwks)
-        if any(tokens) and not all((*tokens, self.tls_cert)):
-            raise ValueError("--jwt-issuer, --jwt-audience, --jwt-jwks: give all three, with --tls-cert, or none")
-        if self.jwt_jwks:
-            from loraplex.runtime.tenancy.json_web_tokens import SigningKeys
-
-            SigningKeys(self.jwt_jwks)
+        if self.jwt_issuers:
+            import_module(ISSUERS).JwtReader(self.jwt_issuers)
+            if not self.tls_cert:
+                raise ValueError(f"--jwt-issuers {self.jwt_issuers}: needs --tls-cert, --tls-key and --tls-ca")
         for name in _PORTS:
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: not a port")
@@ -98,12 +96,10 @@ class GuardedServers:
         readers: list[CredentialReader] = [CertificateReader(), ApiKeyReader(keys)]
         if follow_keys is not None:
             self._followed.append(follow_keys)
-        if settings.jwt_jwks:
-            from loraplex.runtime.tenancy.json_web_tokens import JwtReader, SigningKeys
-
-            signing_keys = SigningKeys(settings.jwt_jwks)
-            readers.append(JwtReader(signing_keys, settings.jwt_issuer, settings.jwt_audience))
-            self._followed.append(signing_keys.follow)
+        if settings.jwt_issuers:
+            tokens = import_module(ISSUERS).JwtReader(settings.jwt_issuers)
+            readers.append(tokens)
+            self._followed.append(tokens.follow)
         self._servers = {
             port: make(Guard([port], readers, refused, calls=keys.calls), port)
             for port in (Port.PUBLIC, Port.OPERATORS)

@@ -17,7 +17,7 @@ from loraplex.runtime.rpc.children.process import Process
 from loraplex.runtime.tenancy.api_keys import new_api_key
 from loraplex.runtime.tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
 from tests.trials.authz.cases import SERVERS
-from tests.trials.authz.credentials import AUDIENCE, ISSUER, Credentials, Issuer, make_certificates, make_keys
+from tests.trials.authz.credentials import Credentials, Issuer, make_certificates, make_keys
 from tests.valkey_server import ValkeyServer
 
 Ports = Mapping[str, str]
@@ -45,7 +45,7 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         await valkey.start()
         stack.push_async_callback(valkey.kill)
-        common = ["--jwt-issuer", ISSUER, "--jwt-audience", AUDIENCE, "--jwt-jwks", str(issuer.jwks)]
+        common = ["--jwt-issuers", str(issuer.file)]
         for flag in ("--port", "--mtls-port", "--operator-port", "--operator-mtls-port"):
             common += [flag, "0"]
         flags = [*common, "--data", str(directory / "data"), "--bootstrap-key", str(directory / "operator.key")]

@@ -53,14 +53,15 @@ def make_certificates(found: Credentials) -> None:
 
 
 class Issuer:
-    """Signs tokens; `jwks` is the file with its public key."""
+    """Signs tokens; `file` is the file of issuers."""
 
     def __init__(self, directory: Path) -> None:
         self._key = rsa.generate_private_key(65537, 2048)
         self._stranger = rsa.generate_private_key(65537, 2048)
         public: dict[str, Any] = jwt.algorithms.RSAAlgorithm.to_jwk(self._key.public_key(), as_dict=True)
-        self.jwks = directory / "jwks.json"
-        self.jwks.write_text(json.dumps({"keys": [{**public, "kid": "one", "use": "sig"}]}))
+        jwks, self.file = directory / "jwks.json", directory / "issuers.json"
+        jwks.write_text(json.dumps({"keys": [{**public, "kid": "one", "use": "sig"}]}))
+        self.file.write_text(json.dumps({"issuers": [{"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(jwks)}]}))
 
     def make_tokens(self, found: Credentials) -> None:
         """Make the tokens of every role that tokens may have."""

@@ -28,10 +28,10 @@ from loraplex.contracts.broker.messages import (
 )
 from loraplex.contracts.broker.seals import Seals
 from loraplex.contracts.broker.terms import Placement
+from loraplex.issuers.tokens import JwtReader
 from loraplex.router.generation.resume import Began, ResumeKeys, ResumePayload, ResumeTokens
 from loraplex.runtime.rpc.errors import CallError
 from loraplex.runtime.rpc.principal import Role
-from loraplex.runtime.tenancy.json_web_tokens import JwtReader, SigningKeys
 from loraplex.runtime.tenancy.signatures import (
     RevisionGrantIssuer,
     RevisionGrantVerifier,
@@ -108,7 +108,9 @@ def _jwt_reader() -> JwtReader:
     made = jwt.algorithms.OKPAlgorithm.to_jwk(_issuer_key.public_key(), as_dict=True)
     path = _directory / "jwks.json"
     path.write_text(json.dumps({"keys": [{**made, "kid": _KEY_ID}]}))
-    return JwtReader(SigningKeys(str(path)), _ISSUER, _AUDIENCE)
+    file = _directory / "issuers.json"
+    file.write_text(json.dumps({"issuers": [{"issuer": _ISSUER, "audience": _AUDIENCE, "jwks": str(path)}]}))
+    return JwtReader(str(file))
 
 
 _tokens = _jwt_reader()

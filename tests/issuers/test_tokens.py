@@ -1,4 +1,4 @@
-"""JSON Web Tokens: what is accepted, every way to forge or misuse one, and keys that change."""
+"""JSON Web Tokens: what is accepted, every way to forge or misuse one, rules of issuers, and keys that change."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from loraplex.issuers import signing_keys
+from loraplex.issuers.signing_keys import SigningKeys
+from loraplex.issuers.tokens import SKEW_S, JwtReader
 from loraplex.runtime.rpc.errors import CallError, Unavailable
 from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role
 from loraplex.runtime.rpc.timed_http import timed_call
-from loraplex.runtime.tenancy import json_web_tokens
-from loraplex.runtime.tenancy.json_web_tokens import SKEW_S, JwtReader, SigningKeys
 
 # Tokens are made with the real time, which the library checks them against.
 NOW = float(int(time.time()))
@@ -59,10 +60,18 @@ def jwks(tmp_path: Path) -> Path:
     return path
 
 
+def reader_of(jwks: Path, *issuers: dict[str, Any], **options: Any) -> JwtReader:
+    """Return a reader of a file of issuers, each with these fields."""
+    usual = {"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(jwks)}
+    file = jwks.with_name("issuers.json")
+    file.write_text(json.dumps({"issuers": [usual | fields for fields in issuers]}))
+    return JwtReader(str(file), **options)
+
+
 @pytest.fixture
 def reader(jwks: Path) -> JwtReader:
     """A reader of the issuer's tokens."""
-    return JwtReader(SigningKeys(str(jwks)), ISSUER, AUDIENCE)
+    return reader_of(jwks, {})
 
 
 def token(key: Any = RSA_KEY, algorithm: str = "RS256", kid: str | None = "rsa", **claims: Any) -> str:
@@ -171,11 +180,137 @@ def test_a_token_expires_after_the_skew(reader: JwtReader) -> None:
 
 def test_a_token_that_was_checked_before_expires_too(jwks: Path) -> None:
     now = [time.time()]
-    reader = JwtReader(SigningKeys(str(jwks)), ISSUER, AUDIENCE, lambda: now[0])
+    reader = reader_of(jwks, {}, now=lambda: now[0])
     text = token(exp=now[0] + 60)
     assert read(reader, text).tenant == "acme"
     now[0] += 60 + SKEW_S
     assert refusal(reader, text) == "CREDENTIAL_EXPIRED"
+
+
+def test_several_issuers_each_with_its_own_keys_and_audiences(jwks: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"keys": KEYS[1:2]}))
+    partner = {"issuer": "https://partner.example", "audience": ["page", "api"], "jwks": str(other)}
+    reader = reader_of(jwks, {}, partner)
+    for audience in ("page", "api"):
+        made = token(EC_KEY, "ES256", "ec", iss=partner["issuer"], aud=audience, tenant="globex")
+        assert read(reader, made).tenant == "globex"
+    assert read(reader, token()).tenant == "acme"
+    # The keys and the audience of one are not the other's.
+    assert refusal(reader, token(iss=partner["issuer"], aud="page")) == "CREDENTIAL_INVALID"
+    assert refusal(reader, token(EC_KEY, "ES256", "ec", iss=partner["issuer"])) == "CREDENTIAL_INVALID"
+
+
+def test_claims_are_named_by_their_path(jwks: Path) -> None:
+    paths = {"roles": "resource_access.lora.plex.roles", "tenant": ["https://acme.example/claims", "tenant"]}
+    claims: dict[str, Any] = {
+        "tenant": "globex",
+        "resource_access": {"lora": {"plex": {"roles": ["tenant-admin"]}}},
+        "https://acme.example/claims": {"tenant": "acme"},
+    }
+    found = read(reader_of(jwks, paths), token(**claims))
+    assert (found.tenant, found.roles) == ("acme", frozenset({Role.TENANT_ADMIN}))
+    # A name that has dots itself is one entry of a list.
+    paths["roles"] = ["resource_access", "lora.plex", "roles"]
+    with_dots = {**claims, "resource_access": {"lora.plex": {"roles": ["tenant-admin"]}}}
+    assert read(reader_of(jwks, paths), token(**with_dots)).roles == frozenset({Role.TENANT_ADMIN})
+    assert read(reader_of(jwks, paths), token(**claims)).roles == frozenset({Role.TENANT_USER})
+    nothing: dict[str, Any] = {"https://acme.example/claims": {}}
+    with pytest.raises(CallError, match=r"claim `https://acme.example/claims.tenant`, the name"):
+        read(reader_of(jwks, paths), token(**nothing))
+    wrong = {**claims, "resource_access": {"lora.plex": {"roles": "tenant-admin"}}}
+    with pytest.raises(CallError, match=r"claim `resource_access.lora.plex.roles` is not a list of roles"):
+        read(reader_of(jwks, paths), token(**wrong))
+
+
+RULES = [
+    {"group": "acme-staff", "role": "tenant-user", "tenant": "acme"},
+    {"group": "acme-leads", "role": "tenant-admin", "tenant": "acme"},
+    {"group": "globex", "role": "tenant-user", "tenant": "globex"},
+    {"group": "platform", "role": "operator"},
+]
+
+
+def test_rules_give_groups_roles_and_a_tenant(jwks: Path) -> None:
+    reader = reader_of(jwks, {"groups": "realm.groups", "rules": RULES})
+
+    def member(*groups: object) -> str:
+        return token(tenant="initech", roles=["operator"], realm={"groups": list(groups)})
+
+    both = read(reader, member("acme-staff", "acme-leads", "chess"))
+    assert (both.tenant, both.roles) == ("acme", frozenset({Role.TENANT_USER, Role.TENANT_ADMIN}))
+    operator = read(reader, member("platform"))
+    assert (operator.tenant, operator.roles) == ("", frozenset({Role.OPERATOR}))
+    for groups, why in (
+        (("acme-staff", "globex"), "the token's groups are of several tenants, or of a tenant and the cluster"),
+        (("acme-staff", "platform"), "the token's groups are of several tenants, or of a tenant and the cluster"),
+        (("chess",), "no rule has a group of the token's claim `realm.groups`"),
+        ((), "the token's claim `realm.groups` is not a list of groups"),
+        ((7,), "the token's claim `realm.groups` is not a list of groups"),
+    ):
+        with pytest.raises(CallError) as caught:
+            read(reader, member(*groups))
+        assert caught.value.message == why
+    assert refusal(reader_of(jwks, {"rules": []}), token(groups=["acme-staff"])) == "CREDENTIAL_INVALID"
+
+
+def _rule(**fields: object) -> dict[str, Any]:
+    return {"rules": [{"group": "staff", "role": "tenant-user", "tenant": "acme", **fields}]}
+
+
+BAD_FILES: dict[str, tuple[dict[str, Any], str]] = {
+    "two tenants": (
+        _rule(tenant=["acme", "globex"]),
+        "Expected `str`, got `array` - at `$.issuers[0].rules[0].tenant`",
+    ),
+    "no tenant": (_rule(tenant=""), "the role tenant-user needs the name of a tenant - at `$.issuers[0].rules[0]`"),
+    "all tenants' own": (_rule(tenant="shared"), "needs the name of a tenant - at `$.issuers[0].rules[0]`"),
+    "an operator's tenant": (_rule(role="operator"), "tenant 'acme': the role operator is of no tenant"),
+    "unknown role": (_rule(role="root"), "Invalid enum value 'root' - at `$.issuers[0].rules[0].role`"),
+    "a part's role": (_rule(role="worker", tenant=""), "role worker: parts of the cluster have certificates"),
+    "no role": ({"rules": [{"group": "staff"}]}, "missing required field `role` - at `$.issuers[0].rules[0]`"),
+    "a group twice": ({"rules": [RULES[0], RULES[0]]}, "rules: the group 'acme-staff' has two"),
+    "unknown field": ({"rule": []}, "unknown field `rule` - at `$.issuers[0]`"),
+    "no audience": ({"audience": None}, "got `null` - at `$.issuers[0].audience`"),
+    "keys in clear": ({"jwks": "http://issuer.example/keys"}, "jwks http://issuer.example/keys: write https://"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_FILES)
+def test_a_bad_file_is_refused_naming_the_field(jwks: Path, how: str) -> None:
+    fields, why = BAD_FILES[how]
+    with pytest.raises(ValueError, match=r"^--jwt-issuers .*issuers\.json: ") as caught:
+        reader_of(jwks, fields)
+    assert why in str(caught.value)
+
+
+def test_a_file_names_issuers_and_each_once(jwks: Path) -> None:
+    with pytest.raises(ValueError, match="one is given twice"):
+        reader_of(jwks, {}, {"audience": "api"})
+    with pytest.raises(ValueError, match="length >= 1"):
+        reader_of(jwks)
+    with pytest.raises(ValueError, match="No such file"):
+        JwtReader(str(jwks.with_name("none.json")))
+
+
+def test_changed_rules_hold_for_tokens_that_were_checked_and_bad_ones_are_not_taken(jwks: Path) -> None:
+    reader = reader_of(jwks, {"rules": RULES})
+    made = token(groups=["globex"])
+    assert read(reader, made).tenant == "globex"
+    file = jwks.with_name("issuers.json")
+    good = file.read_text()
+    for content in ("{", good.replace('"tenant": "globex"', '"tenant": "initech"')):
+        assert read(reader, made).tenant == "globex"
+        file.write_text(content)
+        asyncio.run(_looked(reader))
+    assert read(reader, made).tenant == "initech"
+
+
+async def _looked(reader: JwtReader) -> None:
+    """Let the reader look at its file once."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await reader.follow()
 
 
 def test_api_keys_and_calls_without_a_token_are_left_to_others(reader: JwtReader) -> None:
@@ -222,7 +357,7 @@ def test_a_key_that_is_gone_ends_tokens_that_were_checked(reader: JwtReader, jwk
     text = token()
     assert read(reader, text).tenant == "acme"
     jwks.write_text(json.dumps({"keys": KEYS[1:2]}))
-    asyncio.run(reader._keys.look())
+    asyncio.run(reader._keys[str(jwks)].look())
     assert refusal(reader, text) == "CREDENTIAL_INVALID"
 
 
@@ -235,7 +370,7 @@ def test_a_key_that_is_gone_ends_tokens_that_were_checked(reader: JwtReader, jwk
 )
 def test_a_file_without_usable_keys_does_not_start(tmp_path: Path, content: str) -> None:
     (tmp_path / "jwks.json").write_text(content)
-    with pytest.raises(ValueError, match="--jwt-jwks"):
+    with pytest.raises(ValueError, match="jwks"):
         SigningKeys(str(tmp_path / "jwks.json"))
 
 
@@ -310,7 +445,7 @@ async def test_redirects_are_not_followed(issuer: tuple[str, dict[str, Any]]) ->
 
 @pytest.mark.parametrize("drips", [b"X-Header: 1", b"\r\n\r\n", b""], ids=["headers", "body", "handshake"])
 async def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch, drips: bytes) -> None:
-    monkeypatch.setattr(json_web_tokens, "FETCH_S", 0.2)
+    monkeypatch.setattr(signing_keys, "FETCH_S", 0.2)
     ended = asyncio.Event()
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
