@@ -15,6 +15,7 @@ import yaml
 
 from loraplex.adapter_store.embedded import open_database
 from loraplex.adapter_store.storage import DataDirectory
+from loraplex.transfers.policy import Sources, parse_uri
 from tests.deploy.kubernetes_tools import CHART, HelmError, Manifest, needs_helm, pods_of, problems_of, render
 from tests.deploy.test_chart import FOREIGN, VERSIONS
 
@@ -269,6 +270,47 @@ def test_a_backup_is_copied_whole_and_the_oldest_ones_go(tmp_path: Path) -> None
     assert len(left) == 2
     assert (kept / left[1] / "catalog.db").exists()
 
+    store = pod_of(manifests, "lx-store")
+    assert {"name": "backups", "persistentVolumeClaim": {"claimName": "backups"}} in store["volumes"]
+    assert "--removals=/var/lib/backups/removals" in store["containers"][0]["command"]
+    assert {"name": "backups", "mountPath": "/var/lib/backups"} in store["containers"][0]["volumeMounts"]
+    shared = pod_of(render("restricted", ("backup.claim=backups",)), "lx-store")
+    assert not [flag for flag in shared["containers"][0]["command"] if "removals" in flag], "they are in the bucket"
+
+
+def test_a_store_starts_with_a_copy_if_it_has_nothing_itself(tmp_path: Path) -> None:
+    copy = "2026-01-02T000000Z"
+    manifests = valid(render("laptop", ("backup.claim=backups", f"backup.restore={copy}")))
+    (container,) = pod_of(manifests, "lx-store")["initContainers"]
+    *shell, script = container["command"]
+    script = script.replace("loraplex backup", f"{sys.executable} -m loraplex backup")
+    script = script.replace("/var/lib/backups", str(tmp_path / "backups"))
+    script = script.replace("/var/lib/loraplex", str(tmp_path / "disk"))
+    data = DataDirectory(tmp_path / "backups" / copy)
+    open_database("", data.catalog_path).close()
+    data.close()
+    catalog = tmp_path / "disk" / "store" / "catalog.db"
+    (tmp_path / "disk" / "restored").mkdir(parents=True)  # of a copy that was cut off
+    subprocess.run([*shell, script], check=True, timeout=60)
+    assert catalog.exists()
+    catalog.write_bytes(b"another one, of a store that has run since")
+    subprocess.run([*shell, script], check=True, timeout=60)
+    assert catalog.read_bytes().startswith(b"another")
+    catalog.rename(catalog.with_name("lost"))  # files without their catalog are not overwritten
+    assert subprocess.run([*shell, script], check=False, timeout=60, capture_output=True).returncode
+
+
+def test_the_store_reads_a_bucket_of_adapters_by_the_account_of_its_pod(tmp_path: Path) -> None:
+    manifests = render("gpu")
+    account = named(manifests, "ServiceAccount", "lx-store")
+    assert account["metadata"]["annotations"]["eks.amazonaws.com/role-arn"].endswith(":role/llm-store")
+    pod = pod_of(manifests, "lx-store")
+    assert pod["serviceAccountName"] == "lx-store"
+    assert not [name for name in pod["containers"][0]["env"] if "KEY" in name["name"]]
+    (tmp_path / "sources.toml").write_text(named(manifests, "Secret", "lx-store")["stringData"]["sources.toml"])
+    rule = Sources(tmp_path / "sources.toml").rule(parse_uri("s3://acme-adapters/support-2"), "acme")
+    assert (rule.identity, rule.secrets) == (True, {})
+
 
 def test_parts_call_each_other_and_what_their_values_name_alone() -> None:
     anywhere = "networkPolicies.egress=true"
@@ -342,6 +384,8 @@ def test_parts_call_each_other_and_what_their_values_name_alone() -> None:
             "backup.schedule: the catalog is in store.database",
         ),
         ("gpu", ("backup.schedule=@daily", "backup.claim=b"), "backup.schedule: the files are in store.bucket"),
+        ("laptop", ("backup.restore=2026-01-02T000000Z",), "backup.restore: copies from backup.claim"),
+        ("laptop", ("backup.restore=../x", "backup.claim=b"), "/backup/restore"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(example: str, settings: tuple[str, ...], message: str) -> None:

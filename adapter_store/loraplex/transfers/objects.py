@@ -47,7 +47,7 @@ def open_bucket(uri: SourceUri, rule: Rule, proxy: str) -> ObjectStore:
         "client_options": {**client, "proxy_url": proxy} if proxy else client,
         "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=_RETRY_S)},
     }
-    if not secrets.keys() - {"account_name"}:
+    if not rule.identity and not secrets.keys() - {"account_name"}:
         options["skip_signature"] = True  # not with what the store's own variables have
     if uri.scheme == "s3":
         region = rule.region or "us-east-1"

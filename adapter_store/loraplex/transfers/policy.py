@@ -4,6 +4,7 @@
 prefix = "s3://acme-adapters/lora"     # everything below it
 tenants = ["acme"]                     # default: every tenant
 credentials = "acme-s3"                # default: none
+identity = true                        # s3, gs and az: as the store's own account, in place of credentials
 endpoint = "https://s3.example.com"    # default: the provider's own, or the registry that the URI names
 region = "eu-central-1"                # s3 alone
 realm = "https://auth.example.com"     # oci alone: the host beside the registry's own that gets the credentials
@@ -42,6 +43,8 @@ CREDENTIALS: Mapping[str, tuple[str, ...]] = {
     "az": ("account_name", "account_key", "sas_key"),
     "file": (),
 }
+# The schemes whose places may know the store by an identity of its own.
+BUCKETS = ("s3", "gs", "az")
 EXAMPLES = (
     "hf://ORG/REPO[@REVISION][/FOLDER], s3://BUCKET/FOLDER, gs://, az://, oci://REGISTRY/REPO:TAG, file:///FOLDER"
 )
@@ -75,6 +78,8 @@ class Rule:
     prefix: SourceUri
     tenants: frozenset[str] = frozenset()
     credentials: str = ""
+    # With what the store's process itself may do: a service account's identity, or the provider's variables.
+    identity: bool = False
     endpoint: str = ""
     region: str = ""
     realm: str = ""
@@ -177,6 +182,8 @@ def _rule(at: str, table: Any, credentials: Any) -> Rule:
         if not (url := table.get(name, "https://")).startswith(("https://", "http://")):
             raise SourcesError(f"{at}: {name}: {url!r} is not a URL like https://HOST")
     named = table.get("credentials", "")
+    if table.get("identity") and (named or prefix.scheme not in BUCKETS):
+        raise SourcesError(f"{at}: identity: in place of credentials, and of {', '.join(BUCKETS)} alone")
     secrets = _secrets(named, prefix.scheme, credentials) if named else {}
     return Rule(**{**table, "prefix": prefix, "tenants": tenants, "secrets": secrets})
 
