@@ -37,11 +37,15 @@ LABELS = {
 }
 
 
+# Spans by name, each with the service that sent it.
+Spans = dict[str, list[tuple[str, Any]]]
+
+
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes what is sent over OTLP; `spans` by name, each with the service that sent it."""
 
     def __init__(self) -> None:
-        self.spans: dict[str, list[tuple[str, Any]]] = {}
+        self.spans: Spans = {}
 
     async def Export(self, request: Any, context: Any) -> Any:
         for resource in request.resource_spans:
@@ -49,6 +53,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             for span in (span for scope in resource.scope_spans for span in scope.spans):
                 self.spans.setdefault(span.name, []).append((service, span))
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    def in_trace(self, trace_id: str) -> Spans:
+        """Return the spans of a trace, by name."""
+        mine = {name: [one for one in of if one[1].trace_id.hex() == trace_id] for name, of in self.spans.items()}
+        return {name: of for name, of in mine.items() if of}
 
 
 def attributes(holder: Any) -> dict[str, Any]:
@@ -105,7 +114,7 @@ async def test_metrics_traces_traffic_and_logs(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         monkeypatch.setenv("LORAPLEX_LOG_FORMAT", "json")
-        async with start_cluster("hash:?vocab=600&step_ms=1", hash_adapters) as cluster:
+        async with start_cluster("hash:?vocab=600&step_ms=1", hash_adapters, http=True) as cluster:
             ready = {
                 name: await cluster.local.processes[name].wait_ready() for name in ("router-1", "worker-1", "store")
             }
@@ -138,13 +147,19 @@ async def test_metrics_traces_traffic_and_logs(
 
             check_top(*[await command(name, "--router", cluster.local.router, *flags) for name, flags in COMMANDS])
 
+            body = await asyncio.to_thread(complete, f"http://{cluster.local.http}/v1/completions")
+
             async def is_on_the_page() -> bool:
-                return "attempt" in found.spans and f"text_completion {model}" in found.spans
+                return len(found.spans.get("attempt", ())) == 2 and "POST /v1/completions" in found.spans
 
             await eventually(is_on_the_page)
             logs = {name: (cluster.local.data_dir / "logs" / f"{name}.log").read_text() for name in ready}
         (program,) = memory.get_finished_spans()
-        check_trace(found, model, answer.request_id, format(program.context.trace_id, "032x"), program.context.span_id)
+        program_trace = format(program.context.trace_id, "032x")
+        check_trace(found.in_trace(program_trace), model, answer.request_id, program_trace, program.context.span_id)
+        assert len(found.spans[f"text_completion {model}"]) == 3  # the refused request has a trace of its own
+        check_http_trace(found.in_trace(TRACE_ID), model, body)
+        assert not any(PROMPT in str(span) for spans in found.spans.values() for _, span in spans)
         check_logs(logs)
 
 
@@ -243,35 +258,80 @@ def check_traffic(traffic: cluster_pb2.GetTrafficResponse) -> None:
     assert (adapter.tenant, adapter.adapter, adapter.requests) == ("acme", "acme/a", 1)
 
 
-def check_trace(found: Collector, model: str, request_id: str, trace_id: str, parent: int) -> None:
-    served = {bytes(span.parent_span_id): span for _, span in found.spans[f"text_completion {model}"]}
-    service, router = found.spans[f"text_completion {model}"][0]
+def check_trace(found: Spans, model: str, request_id: str, trace_id: str, parent: int) -> None:
+    ((service, router),) = found[f"text_completion {model}"]
     assert service == "loraplex-router"
     assert router.trace_id.hex() == trace_id
     assert int.from_bytes(router.parent_span_id, "big") == parent
-    assert len(served) == 2  # the refused request has a trace of its own
     values = attributes(router)
     assert values[gen_ai_attributes.GEN_AI_RESPONSE_ID] == request_id
     assert values[gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS] == len(PROMPT)
     assert values[gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS] == 2 * TOKENS
     assert values[gen_ai_attributes.GEN_AI_REQUEST_SEED] == 5
     for name in ("queue", "relay"):
-        ((_, span),) = found.spans[name]
+        ((_, span),) = found[name]
         assert (span.trace_id, span.parent_span_id) == (router.trace_id, router.span_id)
-    ((service, attempt),) = found.spans["attempt"]
+    ((service, attempt),) = found["attempt"]
     assert service == "loraplex-worker"
     assert (attempt.trace_id, attempt.parent_span_id) == (router.trace_id, router.span_id)
     assert attributes(attempt)["loraplex.outcome"] == "finished"
     for name, count in (("adapter fetch", 1), ("adapter load", 2), ("prefill", 2), ("decode", 2)):
-        spans = [span for _, span in found.spans[name]]
+        spans = [span for _, span in found[name]]
         assert len(spans) == count, name
         for span in spans:
             assert (span.trace_id, span.parent_span_id) == (router.trace_id, attempt.span_id)
             assert attempt.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
-    for _, span in found.spans["decode"]:
+    for _, span in found["decode"]:
         steps = attributes(span)
         assert steps["loraplex.last_step"] - steps["loraplex.first_step"] == TOKENS - 1
-    assert not any(PROMPT in str(span) for spans in found.spans.values() for _, span in spans)
+
+
+# The trace of a client that calls the gateway, and its span.
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def complete(url: str) -> Any:
+    """Ask the gateway for a completion."""
+    asked = json.dumps({"model": "a", "prompt": PROMPT, "max_tokens": 3, "temperature": 0.5}).encode()
+    headers = {
+        "content-type": "application/json",
+        "x-loraplex-tenant": "acme",
+        "traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01",
+    }
+    with urllib.request.urlopen(urllib.request.Request(url, asked, headers), timeout=60) as answer:
+        return json.load(answer)
+
+
+def check_http_trace(found: Spans, model: str, body: Any) -> None:
+    """One trace: the client's span, the gateway's, the router's, the worker's."""
+    parent = PARENT_ID
+    for name, sender in (
+        ("POST /v1/completions", "loraplex-gateway"),
+        (f"text_completion {model}", "loraplex-router"),
+        ("attempt", "loraplex-worker"),
+    ):
+        ((service, span),) = found[name]
+        assert (service, span.parent_span_id.hex()) == (sender, parent)
+        parent = span.span_id.hex()
+    gateway, router = (attributes(found[name][0][1]) for name in ("POST /v1/completions", f"text_completion {model}"))
+    for name in (
+        gen_ai_attributes.GEN_AI_OPERATION_NAME,
+        gen_ai_attributes.GEN_AI_PROVIDER_NAME,
+        gen_ai_attributes.GEN_AI_REQUEST_MAX_TOKENS,
+        gen_ai_attributes.GEN_AI_REQUEST_TEMPERATURE,
+        gen_ai_attributes.GEN_AI_RESPONSE_FINISH_REASONS,
+        gen_ai_attributes.GEN_AI_RESPONSE_ID,
+        gen_ai_attributes.GEN_AI_RESPONSE_MODEL,
+        gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS,
+        gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS,
+        gen_ai_attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS,
+    ):
+        assert gateway[name] == router[name], name
+    assert gateway[gen_ai_attributes.GEN_AI_REQUEST_MODEL] == "a"
+    assert gateway[gen_ai_attributes.GEN_AI_RESPONSE_MODEL] == body["system_fingerprint"]
+    assert gateway[gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS] == body["usage"]["completion_tokens"] == 3
+    assert (gateway["http.route"], gateway["http.response.status_code"]) == ("/v1/completions", 200)
+    assert gateway["server.address"] == "127.0.0.1"
 
 
 def check_logs(logs: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -59,6 +60,7 @@ from loraplex.gateway.tgi_api import PROTOCOL as TGI
 from loraplex.gateway.turns import Turns
 from loraplex.runtime.rpc.server import stop_signal
 from loraplex.runtime.telemetry.metrics import serve_metrics
+from loraplex.runtime.telemetry.tracing import Spans, set_up_tracing
 from loraplex.runtime.tenancy.certificates import end_of
 
 log = logging.getLogger(__name__)
@@ -107,29 +109,33 @@ async def unknown_path(call: HttpCall) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """A path: its protocol, the handler of each HTTP method, and the body of its POST where that takes one."""
+    """A path: its protocol, the handler of each HTTP method, and the body of its POST where that takes one.
+
+    `operation` is what the POST asks for, in the words of OpenTelemetry's GenAI conventions.
+    """
 
     protocol: Protocol
     handlers: Mapping[str, Handler]
     body: Body | None = None
+    operation: str = ""
 
 
 PATHS = {
-    "/v1/chat/completions": Served(OPENAI, {"POST": chat_completions}, CHAT),
-    "/v1/completions": Served(OPENAI, {"POST": completions}, COMPLETION),
-    "/v1/responses": Served(RESPONSES, {"POST": responses}, RESPONSE),
-    "/v1/embeddings": Served(OPENAI, {"POST": embeddings}, EMBEDDING),
+    "/v1/chat/completions": Served(OPENAI, {"POST": chat_completions}, CHAT, "chat"),
+    "/v1/completions": Served(OPENAI, {"POST": completions}, COMPLETION, "text_completion"),
+    "/v1/responses": Served(RESPONSES, {"POST": responses}, RESPONSE, "chat"),
+    "/v1/embeddings": Served(OPENAI, {"POST": embeddings}, EMBEDDING, "embeddings"),
     "/v1/models": Served(OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": Served(OPENAI, {"GET": get_model}),
     "/v1/adapters": Served(ADAPTERS, {"GET": list_adapters}),
     "/v1/adapters/{adapter}/releases": Served(ADAPTERS, {"GET": list_releases}),
     "/v1/adapters/{adapter}/releases/{number}": Served(ADAPTERS, {"GET": get_release, "POST": change_release}, CHANGE),
     "/v1/adapters/{adapter:path}": Served(ADAPTERS, {"GET": get_adapter, "PUT": put_adapter, "DELETE": delete_adapter}),
-    "/v1/messages": Served(ANTHROPIC, {"POST": messages}, MESSAGES),
+    "/v1/messages": Served(ANTHROPIC, {"POST": messages}, MESSAGES, "chat"),
     "/v1/messages/count_tokens": Served(ANTHROPIC, {"POST": count_tokens}, COUNT),
-    "/generate": Served(TGI, {"POST": generate}, GENERATE),
-    "/generate_stream": Served(TGI, {"POST": generate_stream}, GENERATE),
-    "/": Served(TGI, {"GET": page, "POST": generate_either}, GENERATE),
+    "/generate": Served(TGI, {"POST": generate}, GENERATE, "text_completion"),
+    "/generate_stream": Served(TGI, {"POST": generate_stream}, GENERATE, "text_completion"),
+    "/": Served(TGI, {"GET": page, "POST": generate_either}, GENERATE, "text_completion"),
     "/info": Served(TGI, {"GET": info}),
     "/tokenize": Served(TGI, {"POST": tokenize}, TOKENIZE),
     "/detokenize": Served(TGI, {"POST": detokenize}, DETOKENIZE),
@@ -186,7 +192,7 @@ def application(gateway: Gateway, requests_limit: int) -> Router:
     """Return the ASGI application."""
     running = OpenRequests(requests_limit)
     routes: Sequence[BaseRoute] = [
-        Route(path, HttpEndpoint(path, served.protocol, served.handlers, gateway, running))
+        Route(path, HttpEndpoint(path, served.protocol, served.handlers, gateway, running, served.operation))
         for path, served in PATHS.items()
     ]
     other = HttpEndpoint("other", OPENAI, dict.fromkeys(_METHODS, unknown_path), gateway, running)
@@ -194,13 +200,22 @@ def application(gateway: Gateway, requests_limit: int) -> Router:
 
 
 @asynccontextmanager
-async def serving(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+async def serving(
+    settings: GatewaySettings, metrics: GatewayMetrics, spans: Spans | None = None
+) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     """Serve while the context is open; yields the address, and a task that ends if the server does.
 
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
-    gateway = Gateway(cluster, metrics, own_names(settings), bool(settings.ca), Turns(settings.responses_kept_s))
+    gateway = Gateway(
+        cluster,
+        metrics,
+        own_names(settings),
+        bool(settings.ca),
+        Turns(settings.responses_kept_s),
+        spans=spans or Spans(),
+    )
     app = application(gateway, settings.requests_limit)
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
     if settings.tls_cert:
@@ -224,12 +239,14 @@ async def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortInUse, SettingsError or MetricsPortError before it serves."""
     stop, metrics = stop_signal(), GatewayMetrics()
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
-    async with serving(settings, metrics) as (address, running):
+    spans = set_up_tracing("gateway", os.environ)
+    async with serving(settings, metrics, spans) as (address, running):
         running.add_done_callback(lambda _: stop.set())
         metrics.health.set()
         print(f"ready gateway={address}{metrics.ready_word}", flush=True)
         await stop.wait()
         metrics.health.stop()
         log.info("stops; running answers get %g s", settings.drain_s)
+    await asyncio.to_thread(spans.close)
     if metrics_server is not None:
         await asyncio.to_thread(metrics_server.close)

@@ -13,8 +13,6 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from opentelemetry import context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -22,12 +20,15 @@ from loraplex.gateway.bodies import Body
 from loraplex.gateway.cluster import Cluster
 from loraplex.gateway.errors import HttpError, full, http_error, renamed
 from loraplex.gateway.exchange import BODIES_BYTES, Exchange
+from loraplex.gateway.request_span import RequestSpan
 from loraplex.gateway.settings import GatewaySettings
 from loraplex.gateway.turns import Turns
 from loraplex.runtime.rpc.shares import FairThreads, Shares
 from loraplex.runtime.telemetry.metrics import LONG_S, Meters
+from loraplex.runtime.telemetry.tracing import Spans
 from loraplex.runtime.tenancy.guard import is_loopback
 from loraplex_client import AsyncClient, AsyncGenerationStream, Generation, LoraplexError
+from loraplex_client.encoding import Embeddings
 
 # Maximum length in characters of a header that an error shows.
 _SHOWN = 100
@@ -35,10 +36,8 @@ _SHOWN = 100
 # in threads, which leave the interpreter to the loop every few milliseconds; a caller alone gets half of them.
 _SHORT, LONG_THREADS = 4_096, 4
 T = TypeVar("T")
+Answered = TypeVar("Answered", Generation, Embeddings)
 log = logging.getLogger(__name__)
-
-TRACEPARENT = "traceparent"
-_propagator = TraceContextTextMapPropagator()
 
 
 def own_names(settings: GatewaySettings) -> OwnNames | None:
@@ -140,6 +139,7 @@ class Gateway:
     checks_credentials: bool = False
     turns: Turns = field(default_factory=Turns)
     long: FairThreads = field(default_factory=lambda: FairThreads(LONG_THREADS, "long-work"))
+    spans: Spans = field(default_factory=Spans)
 
     def reader(self, headers: Headers) -> str:
         """Return the site whose pages may read the answer to a request; empty for none, `*` for any.
@@ -169,9 +169,15 @@ class HttpCall:
     """A request with its body, on whose behalf `caller` calls the cluster. Path parameters are in `parameters`."""
 
     def __init__(
-        self, exchange: Exchange, gateway: Gateway, body: bytes, parameters: Mapping[str, str], counted_as: str
+        self,
+        exchange: Exchange,
+        gateway: Gateway,
+        body: bytes,
+        parameters: Mapping[str, str],
+        counted_as: str,
+        span: RequestSpan,
     ) -> None:
-        self.exchange = exchange
+        self.exchange, self._span = exchange, span
         self._long, self._counted_as = gateway.long, counted_as
         self.cluster = gateway.cluster
         self.metrics = gateway.metrics
@@ -191,7 +197,9 @@ class HttpCall:
 
     async def read(self, kind: Body) -> dict[str, Any]:
         """Return the fields of the body. Raises HttpError naming one that is wrong."""
-        return await self.run(len(self.body), partial(kind.read, self.body))
+        fields = await self.run(len(self.body), partial(kind.read, self.body))
+        self._span.asked(fields)
+        return fields
 
     @property
     def claimed(self) -> str:
@@ -215,9 +223,12 @@ class HttpCall:
         if events:
             await self.exchange.write(events)
 
-    def finished(self, whole: Generation) -> Generation:
-        """Count a finished answer, and take what its headers say of it; returns it."""
-        self.exchange.not_enforced, self.exchange.rate_limits = whole.not_enforced, whole.rate_limits
+    def finished(self, whole: Answered) -> Answered:
+        """Count a finished answer, and take what its headers and its span say of it; returns it."""
+        self.exchange.rate_limits = whole.rate_limits
+        if isinstance(whole, Generation):
+            self.exchange.not_enforced = whole.not_enforced
+        self._span.answered(whole)
         if whole.continuations:
             self.metrics.continued.inc()
         return whole
@@ -264,8 +275,9 @@ class HttpEndpoint:
         handlers: Mapping[str, Handler],
         gateway: Gateway,
         open_requests: OpenRequests,
+        operation: str = "",
     ) -> None:
-        self.path = path
+        self.path, self._operation = path, operation
         self._protocol = protocol
         self._handlers = handlers
         self._gateway = gateway
@@ -276,9 +288,10 @@ class HttpEndpoint:
         exchange = Exchange(scope, receive, send)
         metrics, began = self._gateway.metrics, time.perf_counter()
         metrics.open.labels(self.path).inc()
-        status = 0
+        status, failure = 0, None
+        span = RequestSpan(self._gateway.spans, exchange, self.path, self._operation)
         try:
-            await self._serve(exchange, scope)
+            await self._serve(exchange, scope, span)
             status = exchange.status
         except BaseException as error:
             failure = renamed(self._failure(error), exchange.names)
@@ -286,11 +299,12 @@ class HttpEndpoint:
             await self._fail(exchange, failure)
         finally:
             exchange.close()
+            span.end(status, failure)
             metrics.open.labels(self.path).dec()
             metrics.requests.labels(self.path, str(status)).inc()
             metrics.seconds.labels(self.path).observe(time.perf_counter() - began)
 
-    async def _serve(self, exchange: Exchange, scope: Scope) -> None:
+    async def _serve(self, exchange: Exchange, scope: Scope, span: RequestSpan) -> None:
         exchange.reader = self._gateway.reader(exchange.headers)
         if exchange.reader and exchange.method == "OPTIONS" and PREFLIGHT in exchange.headers:
             await exchange.answer(b"", headers=_preflight(exchange.headers))
@@ -303,8 +317,8 @@ class HttpEndpoint:
         with self._open.running(caller):
             try:
                 body = b"" if handler in _READS_BODY else await exchange.read_body(self._open.bytes, caller)
-                call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller)
-                with trace_of(exchange.headers):
+                call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller, span)
+                with span.current():
                     work = asyncio.create_task(_run(handler, call))
                 await _unless_left(exchange, work)
             finally:
@@ -328,20 +342,6 @@ class HttpEndpoint:
         else:
             exchange.rate_limits = error.rate_limits or exchange.rate_limits
             await exchange.answer(self._protocol.error(error), self._protocol.status(error), error.headers())
-
-
-@contextmanager
-def trace_of(headers: Mapping[str, str]) -> Iterator[None]:
-    """Let tasks that are made here belong to the trace that the client's `traceparent` names, if it does."""
-    parent = headers.get(TRACEPARENT)
-    if parent is None:
-        yield
-        return
-    token = context.attach(_propagator.extract({TRACEPARENT: parent}))
-    try:
-        yield
-    finally:
-        context.detach(token)
 
 
 async def _run(handler: Handler, call: HttpCall) -> None:

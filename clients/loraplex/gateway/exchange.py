@@ -56,6 +56,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.scheme: str = scope.get("scheme", "http")
         self.query: bytes = scope.get("query_string", b"")
         self.headers = Headers(scope=scope)
         self.status = 0

@@ -422,8 +422,7 @@ async def embeddings(call: HttpCall) -> None:
         raise not_served("dimensions")
     texts = _texts(request["input"])
     named = await call.cluster.named(call.caller, request["model"])
-    answer = await call.caller.embed(texts, timeout_s=call.timeout_s, **named)
-    call.exchange.rate_limits = answer.rate_limits
+    answer = call.finished(await call.caller.embed(texts, timeout_s=call.timeout_s, **named))
     as_text = request.get("encoding_format") == "base64"
     tokens = answer.usage.prompt_tokens
 

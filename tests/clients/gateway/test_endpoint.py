@@ -9,11 +9,16 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.datastructures import Headers
 
-from loraplex.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests, trace_of
-from loraplex.gateway.openai_api import PROTOCOL
+from loraplex.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests
+from loraplex.gateway.errors import HttpError
+from loraplex.gateway.openai_api import CHAT, PROTOCOL
 from loraplex.runtime.rpc.shares import Shares
+from loraplex.runtime.telemetry.tracing import Spans
 from loraplex_client import UnavailableError
 from loraplex_client.endpoint import trace_metadata
 
@@ -30,7 +35,14 @@ class Caller:
 class Client:
     """Sends a body; leaves where a test says so."""
 
-    def __init__(self, handler: Callable[[HttpCall], Awaitable[None]], running: int = 0, limit: int = 8) -> None:
+    def __init__(
+        self,
+        handler: Callable[[HttpCall], Awaitable[None]],
+        running: int = 0,
+        limit: int = 8,
+        spans: Spans | None = None,
+        body: bytes = b"{}",
+    ) -> None:
         self.leaves = asyncio.Event()
         self.sent: list[Any] = []
         self.metrics = GatewayMetrics()
@@ -39,8 +51,9 @@ class Client:
         self.open = ExitStack()
         for _ in range(running):
             self.open.enter_context(requests.running("Bearer loud"))
-        self._endpoint = HttpEndpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics), requests)
-        self._asked = False
+        gateway = Gateway(cluster, self.metrics, spans=spans or Spans())
+        self._endpoint = HttpEndpoint("/x", PROTOCOL, {"POST": handler}, gateway, requests, "chat")
+        self._asked, self._body = False, body
 
     async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, str]:
         """Return the status of the answer and its body."""
@@ -51,7 +64,7 @@ class Client:
     async def _receive(self) -> Any:
         if not self._asked:
             self._asked = True
-            return {"type": "http.request", "body": b"{}", "more_body": False}
+            return {"type": "http.request", "body": self._body, "more_body": False}
         await self.leaves.wait()
         return {"type": "http.disconnect"}
 
@@ -194,6 +207,51 @@ async def test_a_trace_goes_on() -> None:
         await call.exchange.answer({})
 
     await Client(looks).ask(((b"traceparent", parent.encode()), (b"baggage", b"a=" + b"x" * 9_000)))
-    assert sent_metadata == [(("traceparent", parent),)]
-    with trace_of({"traceparent": "nonsense"}):
-        assert trace_metadata() == ()
+    await Client(looks).ask(((b"traceparent", b"nonsense"),))
+    assert sent_metadata == [(("traceparent", parent),), ()]
+
+
+async def refuses(call: HttpCall) -> None:
+    await call.read(CHAT)
+    raise HttpError(400, "bad_words", "no")
+
+
+async def fails(call: HttpCall) -> None:
+    await call.read(CHAT)
+    raise UnavailableError("gone", reason="NO_WORKER")
+
+
+async def breaks_off(call: HttpCall) -> None:
+    await call.begin(b"data: x\n\n")
+    raise UnavailableError("gone", reason="NO_WORKER")
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "error", "is_error"),
+    [(refuses, 400, "bad_words", False), (fails, 503, "no_worker", True), (breaks_off, 200, "no_worker", True)],
+)
+async def test_a_span_says_what_was_asked_and_why_it_failed(
+    handler: Callable[[HttpCall], Awaitable[None]], status: int, error: str, is_error: bool
+) -> None:
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    body = b'{"model": "a", "messages": [{"role": "user", "content": "a secret"}], "max_completion_tokens": 7}'
+    client = Client(handler, spans=Spans(provider.get_tracer("test")), body=body)
+    await client.ask(((b"host", b"llm.example.com:8443"),))
+    (span,) = memory.get_finished_spans()
+    assert (span.name, span.kind.name, span.parent) == ("POST /x", "SERVER", None)
+    assert (span.status.status_code.name == "ERROR") is is_error
+    asked = {"gen_ai.request.model": "a", "gen_ai.request.max_tokens": 7} if handler is not breaks_off else {}
+    assert dict(span.attributes or {}) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "loraplex",
+        "http.request.method": "POST",
+        "http.route": "/x",
+        "url.path": "/x",
+        "url.scheme": "http",
+        "server.address": "llm.example.com",
+        "server.port": 8443,
+        "http.response.status_code": status,
+        "error.type": error,
+        **asked,
+    }

@@ -84,13 +84,15 @@ def asked_attributes(request: Request | EncodeRequest, model: str) -> Attributes
     return attributes
 
 
-def answered_attributes(summary: Summary, reasons: list[str]) -> Attributes:
+def answered_attributes(summary: Summary, reasons: list[str], model: str) -> Attributes:
     """Return the attributes of a request that ended well."""
     return {
         "gen_ai.response.id": summary.request_id,
+        "gen_ai.response.model": summary.adapter_revision or model,
         "gen_ai.response.finish_reasons": tuple(reasons),
         "gen_ai.usage.input_tokens": summary.prompt_tokens,
         "gen_ai.usage.output_tokens": summary.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": summary.cached_tokens,
         "loraplex.adapter": summary.adapter_revision,
         "loraplex.prompt_tokens_cached": summary.cached_tokens,
         "loraplex.continuations": summary.continuations,
@@ -246,7 +248,7 @@ class RequestRecord:
         """End the span; add the spans of the wait in the queue and of the relay of tokens beneath it."""
         summary = self._summary
         if summary is not None:
-            span.set_attributes(answered_attributes(summary, self._reasons))
+            span.set_attributes(answered_attributes(summary, self._reasons, self._model))
             # The wait of a resumed request belongs to an earlier call.
             if summary.queue_s <= ended - self._began:
                 self._spans.record("queue", span, self._began, self._began + summary.queue_s, {})
