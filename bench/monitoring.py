@@ -71,6 +71,20 @@ def quantiles(title: str, metric: str, meaning: str = "") -> Panel:
     )
 
 
+def objective(title: str, what: str, meaning: str) -> Panel:
+    """Chart the shares of failures that the rules record of each tenant, in a long and in a short window."""
+    windows = (("1h", "an hour"), ("5m", "5 minutes"))
+    return Panel(
+        title,
+        SHARE,
+        tuple(
+            (f'loraplex:tenant_{what}:ratio_rate{window}{{tenant=~"$tenant"}}', f"{{{{tenant}}}}, {words}")
+            for window, words in windows
+        ),
+        meaning,
+    )
+
+
 def hit_rate(tier: str) -> str:
     """Return the query of the share of requests whose adapter was in a tier."""
     hits = rate("loraplex_adapter_requests_total", where=f'{{tier="{tier}",result="hit"}}')
@@ -200,6 +214,12 @@ TENANT = Dashboard(
                     "code",
                     '{tenant=~"$tenant"}',
                 ),
+                objective(
+                    "Calls that failed by the cluster's fault",
+                    "errors",
+                    "Share of the calls without those that failed by the caller's own fault or limit.",
+                ),
+                objective("Answers that began too late", "slow", "Share of the answers beyond the objective's time."),
                 rates(
                     "Tokens of answers, by adapter",
                     "loraplex_tenant_generation_tokens_total",
@@ -382,10 +402,11 @@ def check_monitoring(root: Path) -> list[str]:
     """Return a line for each problem of the dashboards and rules below `root`."""
     documented = {"up", *re.findall(r"^[|-] `(\w+)(?:\{[\w,]+\})?`", (root / METRICS).read_text(), re.MULTILINE)}
     rules = [rule for group in yaml.safe_load((root / RULES).read_text())["groups"] for rule in group["rules"]]
+    documented |= {rule["record"] for rule in rules if "record" in rule}
     return [
         *_dashboard_problems(root, documented),
         *_rule_problems(rules, documented),
-        *_runbook_problems(rules, (root / RUNBOOK).read_text()),
+        *_runbook_problems([rule for rule in rules if "alert" in rule], (root / RUNBOOK).read_text()),
     ]
 
 
@@ -430,7 +451,7 @@ def _dashboard_problems(root: Path, documented: set[str]) -> Iterator[str]:
 
 def _rule_problems(rules: list[dict[str, Any]], documented: set[str]) -> Iterator[str]:
     for rule in rules:
-        yield from _unknown(f"{RULES}: {rule['alert']}", rule["expr"], documented)
+        yield from _unknown(f"{RULES}: {rule.get('alert') or rule['record']}", rule["expr"], documented)
 
 
 def _runbook_problems(rules: list[dict[str, Any]], runbook: str) -> Iterator[str]:

@@ -13,9 +13,10 @@ _CACHE = Path(__file__).parents[1] / ".cache" / "debian"
 # Packages of each program, with the libraries that a machine may lack.
 _PACKAGES = {
     "haproxy": ("haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1"),
+    "promtool": ("prometheus",),
     "redis-server": ("redis-server", "redis-tools", "liblzf1", "libjemalloc2", "libatomic1"),
 }
-# Timeout in seconds for the download of a few megabytes, and for unpacking a package.
+# Timeout in seconds for the download of twenty megabytes, and for unpacking a package.
 _PACKAGE_S = 60
 
 
@@ -52,5 +53,6 @@ def _download(name: str, program: Path) -> None:
         f'#!/bin/sh\nroot=$(dirname "$0")/root\nLD_LIBRARY_PATH={found} exec "$root/{binary.relative_to(root)}" "$@"\n'
     )
     script.chmod(0o755)
-    subprocess.run([script, "-v"], check=True, capture_output=True, timeout=_PACKAGE_S)
+    version = "--version" if name == "promtool" else "-v"
+    subprocess.run([script, version], check=True, capture_output=True, timeout=_PACKAGE_S)
     script.rename(program)

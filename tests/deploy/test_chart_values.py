@@ -238,6 +238,8 @@ def test_monitors_keep_releases_apart_and_dashboards_come_as_config_maps() -> No
         assert {"targetLabel": "release", "replacement": "lx"} in endpoint["relabelings"]
     rules = named(manifests, "PrometheusRule", "lx-loraplex")["spec"]["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules if "sum(" in rule["expr"] or "max(" in rule["expr"]] == []
+    own = named(manifests, "PrometheusRule", "lx-loraplex")["spec"]["groups"][1]["rules"]
+    assert [rule["record"] for rule in own if 'release="lx"' not in rule["expr"] and "record" in rule] == []
     config = [
         one for one in manifests if one["kind"] == "ConfigMap" and "grafana_dashboard" in one["metadata"]["labels"]
     ]
@@ -245,6 +247,17 @@ def test_monitors_keep_releases_apart_and_dashboards_come_as_config_maps() -> No
     assert {name: json.loads(text) for one in config for name, text in one["data"].items()} == {
         path.name: json.loads(path.read_text()) for path in shipped
     }
+
+
+def test_alerts_have_the_objectives_of_the_values(tmp_path: Path) -> None:
+    objectives = {"availability": 0.9995, "firstToken": {"share": 0.95, "seconds": 2.5}}
+    values = yaml.safe_load((CHART / "examples" / "laptop.yaml").read_text())
+    values["monitoring"] = {"enabled": True, "objectives": objectives}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    rule = named(valid(render(tmp_path / "values.yaml")), "PrometheusRule", "lx-loraplex")
+    text = yaml.safe_dump(rule["spec"]["groups"][1], width=1_000)
+    assert (text.count("* (1 - 0.9995)"), text.count("* (1.0 - 0.95)"), text.count('le=~"2.5(.0)?"')) == (4, 4, 4)
+    assert not [word for word in ("0.999)", "0.99)", 'le=~"5', 'release=~".*"') if word in text]
 
 
 def test_a_backup_is_copied_whole_and_the_oldest_ones_go(tmp_path: Path) -> None:

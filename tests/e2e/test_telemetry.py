@@ -205,7 +205,10 @@ def check_router(samples: Samples, model: str) -> None:
     whose = {"tenant": "acme", "adapter": "acme/a"}
     assert value(samples, "tenant_requests_total", **whose) == 1
     assert value(samples, "tenant_generation_tokens_total", **whose) == 2 * TOKENS
-    assert value(samples, "tenant_request_failures_total", tenant="acme", code="NOT_FOUND") == 1
+    failed = {"tenant": "acme", "code": "NOT_FOUND", "reason": "NOT_FOUND"}
+    assert value(samples, "tenant_request_failures_total", **failed) == 1
+    assert value(samples, "tenant_first_token_seconds_count", tenant="acme") == 1
+    assert value(samples, "tenant_first_token_seconds_bucket", tenant="acme", le="10.0") == 1
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert value(samples, f"{name}_count", model=model) == 1
         assert value(samples, f"{name}_sum", model=model) > 0

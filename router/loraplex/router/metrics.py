@@ -5,6 +5,8 @@ from __future__ import annotations
 from loraplex.runtime.telemetry.metrics import LONG_S, SHORT_S, TOKENS, BoundedNames, Meters
 from loraplex.runtime.tenancy.audit_log import AuditCounts
 
+# Bounds in seconds that an objective of the time to the first token may have: a few, as each tenant has all of them.
+OBJECTIVES_S = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 # Causes of an attempt after the first.
 LOST, RETURNED, UNCLAIMED, MOVED = "lost", "returned", "unclaimed", "moved"
 
@@ -36,10 +38,15 @@ class RouterMetrics(Meters):
         )
         of = ("tenant", "adapter")
         self.tenant_requests = self.counter("tenant_requests", "Requests that ended well.", of)
-        self.tenant_failures = self.counter("tenant_request_failures", "Requests that did not.", ("tenant", "code"))
+        self.tenant_failures = self.counter(
+            "tenant_request_failures", "Requests that did not.", ("tenant", "code", "reason")
+        )
         self.tenant_prompt_tokens = self.counter("tenant_prompt_tokens", "Prompt tokens of these requests.", of)
         self.tenant_generation_tokens = self.counter("tenant_generation_tokens", "Tokens delivered to them.", of)
         self.tenant_ttft = self.counter("tenant_time_to_first_token_seconds", "The sum of their times.", of)
+        self.tenant_first_token = self.histogram(
+            "tenant_first_token_seconds", "These times, for objectives.", OBJECTIVES_S, ("tenant",)
+        )
         self.evicted_keys = self.counter("redis_evicted_keys", "Keys that Redis evicted, of whatever program.")
         self.redispatches = self.counter("redispatches", "Attempts after the first, by what made them.", ("cause",))
         self.cell_jobs = self.counter("cell_jobs", "Attempts that this router put into a cell.", ("model", "cell"))

@@ -52,6 +52,7 @@ class TenantSeries:
         self.prompt_tokens = metrics.tenant_prompt_tokens.labels(tenant, adapter)
         self.generation_tokens = metrics.tenant_generation_tokens.labels(tenant, adapter)
         self.ttft = metrics.tenant_ttft.labels(tenant, adapter)
+        self.first_token = metrics.tenant_first_token.labels(tenant)
 
 
 def operation(request: Request | EncodeRequest) -> str:
@@ -134,7 +135,8 @@ class RequestTelemetry:
         """Count the end of a call, and who was refused and why."""
         self.metrics.requests.labels(code).inc()
         if code != "OK":
-            self.metrics.tenant_failures.labels(self.metrics.tenants.bounded(tenant), code).inc()
+            reason = error.reason if isinstance(error, CallError) else ""
+            self.metrics.tenant_failures.labels(self.metrics.tenants.bounded(tenant), code, reason).inc()
         if isinstance(error, CallError):
             self.metrics.errors.labels(error.reason).inc()
 
@@ -242,7 +244,9 @@ class RequestRecord:
         whose.requests.inc()
         whose.prompt_tokens.inc(summary.prompt_tokens)
         whose.generation_tokens.inc(summary.completion_tokens)
-        whose.ttft.inc(max(0.0, (self._first or ended) - self._began))
+        first_s = max(0.0, (self._first or ended) - self._began)
+        whose.ttft.inc(first_s)
+        whose.first_token.observe(first_s)
 
     def _trace(self, span: Span, code: str, error: BaseException | None, ended: float) -> None:
         """End the span; add the spans of the wait in the queue and of the relay of tokens beneath it."""
