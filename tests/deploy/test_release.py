@@ -140,6 +140,16 @@ def test_an_sbom_lists_what_the_image_installs_and_no_package_of_development(ext
     assert ("nvidia-cublas" in names) == ("torch" in names) == (extras == "worker")
 
 
+def test_the_readme_names_the_cuda_of_the_worker_s_image() -> None:
+    lock = (ROOT / "deploy/docker/locks/worker.txt").read_text()
+    torch, cuda = (re.search(rf"^{name}==(\S+)", lock, re.MULTILINE) for name in ("torch", "cuda-toolkit"))
+    assert torch is not None
+    assert cuda is not None
+    major, minor, *_ = cuda[1].split(".")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"torch {torch[1]}, as PyPI has it for Linux on x86-64, brings CUDA {major}.{minor}" in readme
+
+
 def test_the_images_are_built_on_a_digest_for_both_architectures_with_their_version() -> None:
     targets: Any = bake(SOURCE)["target"]
     for image, target in targets.items():
