@@ -1,26 +1,61 @@
 """Plans: what tenants and API keys may use; docs/guides/quotas.md explains the fields.
 
-A plan's name is `default`, `tenants/acme` or `keys/0123456789abcdef`.
+A plan's name is `default`, `tenants/acme` or `keys/0123456789abcdef`. The one named `prices` has the prices of tokens.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.contracts.artifacts.names import check_base_name
+from loraplex.contracts.artifacts.names import check_base_name, parse_adapter_name
 from loraplex.runtime.rpc.errors import InvalidField
 
 # Interval in seconds between a router's looks for changes: one holds within a second.
 LOOK_S = 0.5
-DEFAULT = "default"
+DEFAULT, PRICES = "default", "prices"
+# Parts of the currency's unit in which money is counted.
+NANO = 10**9
+# Maximum budget in units of the currency, and price in nano-units of a token: Redis's scripts count nine million units.
+_MOST_BUDGET, _MOST_PRICE = 1_000_000, NANO
+# Maximum number of prices: a router reads all of them in one message.
+_PRICES = 10_000
 # Lowest priority that a request can have, and so the lowest ceiling; other limits begin at 0.
 _LEAST_PRIORITY = -100
 # Maximum value of a limit that is a whole number: Redis's scripts count exactly up to 2^53, with several added up.
 _MOST = (1 << 50) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of a token of a prompt, of one that a prefix cache had, and of one of an answer.
+
+    In nano-units of the currency, which are thousandths of it for a million tokens.
+    """
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+FREE = Price()
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices in a currency, by the name of a base model, or by the full name of an adapter, which comes first."""
+
+    currency: str
+    prices: Mapping[str, Price]
+
+    def of(self, model: str, revision: str) -> Price:
+        """Return the price of a call's tokens; `revision` is the full name of its adapter's, or empty."""
+        return self.prices.get(revision.partition("/revisions/")[0]) or self.prices.get(model, FREE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +68,9 @@ class Plan:
     output_tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
+    # In units of the currency: the cost of tokens, and the cost at which a warning goes.
+    budget_per_month: float | None = None
+    budget_warning: float | None = None
     # Maximum tokens of a prompt and its answer together, and maximum answers that one request computes (n or best_of).
     context_tokens: int | None = None
     answers_per_request: int | None = None
@@ -49,14 +87,17 @@ class Plan:
     uploads_at_once: int | None = None
     # Base model of a call that names none; None: the one of the tenant's plan, then of `default`.
     default_model: str | None = None
+    # Of the plan PRICES alone.
+    prices: Prices | None = None
 
 
 UNLIMITED = Plan()
 # Queue share of a tenant whose plan has none: it leaves half of the queue to others.
 QUEUE_SHARE = 0.5
-FIELDS = tuple(field.name for field in fields(Plan))
-# Fields that are shares or weights: numbers that need not be whole.
-REAL_FIELDS = frozenset({"queue_share", "weight"})
+FIELDS = tuple(field.name for field in fields(Plan) if field.name != "prices")
+# Fields that are money, shares or weights: numbers that need not be whole.
+BUDGET_FIELDS = frozenset({"budget_per_month", "budget_warning"})
+REAL_FIELDS = BUDGET_FIELDS | {"queue_share", "weight"}
 # Fields that are names.
 NAME_FIELDS = frozenset({"default_model"})
 # Minimum and maximum weight of a tenant or a key: what is counted in tokens over the weight stays exact.
@@ -66,6 +107,34 @@ WEIGHTS = (0.001, 1_000.0)
 def plan_name(tenant: str = "", key_id: str = "") -> str:
     """Return the name of the plan of a tenant or of a key."""
     return f"keys/{key_id}" if key_id else f"tenants/{tenant}"
+
+
+def nano(amount: float) -> int:
+    """Return an amount of money in nano-units, as its decimal digits say it."""
+    return int(Decimal(repr(amount)) * NANO)
+
+
+def money(nanos: int) -> str:
+    """Return an amount of nano-units in units of the currency, with 9 decimals."""
+    return f"{nanos // NANO}.{nanos % NANO:09}"
+
+
+def check_prices(prices: Prices) -> Prices:
+    """Return prices that may be set. Raises InvalidField."""
+    if not re.fullmatch(r"[A-Za-z]{1,16}", prices.currency):
+        raise InvalidField("prices.currency", "name the unit of the prices by letters, such as EUR")
+    if len(prices.prices) > _PRICES:
+        raise InvalidField("prices", f"{len(prices.prices)} prices; at most {_PRICES}")
+    for name, price in prices.prices.items():
+        try:
+            parse_adapter_name(name, "") if name.startswith("tenants/") else check_base_name(name)
+        except ArtifactError as error:
+            raise InvalidField("prices", error.message) from error
+        if not all(0 <= one <= _MOST_PRICE for one in (price.input, price.cached, price.output)):
+            raise InvalidField(f"prices.{name}", f"a price is from 0 to {_MOST_PRICE // 1000} for a million tokens")
+        if price.cached > price.input:
+            raise InvalidField(f"prices.{name}", "cached tokens cost more than input, of which they are a part")
+    return prices
 
 
 def windows_at(time_ms: int) -> dict[str, int]:
@@ -94,16 +163,26 @@ def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
             except ArtifactError as error:
                 raise InvalidField(path, error.message) from error
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidField(path, f"{value!r} is not a number")
-        if field == "queue_share":
-            if not 0 < value <= 1:
-                raise InvalidField(path, f"{value} is not a share above 0, up to 1")
-        elif field == "weight":
-            if not WEIGHTS[0] <= value <= WEIGHTS[1]:
-                raise InvalidField(path, f"{value} is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
-        else:
-            least = _LEAST_PRIORITY if field == "priority_ceiling" else 0
-            if not isinstance(value, int) or not least <= value <= _MOST:
-                raise InvalidField(path, f"{value} is not a whole number from {least} to {_MOST}")
-    return Plan(**values)
+        if why := _why_refused(field, value):
+            raise InvalidField(path, f"{value!r} is not {why}")
+    plan = Plan(**values)
+    warning, budget = plan.budget_warning, plan.budget_per_month
+    if warning is not None and budget is not None and warning >= budget:
+        raise InvalidField(f"{name}.budget_warning", f"{warning} is not below budget_per_month, {budget}")
+    return plan
+
+
+def _why_refused(field: str, value: Any) -> str:
+    """Return what a value of a field that is a number is not; empty: it is allowed."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "a number"
+    if field == "queue_share":
+        return "" if 0 < value <= 1 else "a share above 0, up to 1"
+    if field == "weight":
+        return "" if WEIGHTS[0] <= value <= WEIGHTS[1] else f"from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}"
+    if field in BUDGET_FIELDS:
+        is_allowed = 0 <= value <= _MOST_BUDGET and not Decimal(repr(value)) * NANO % 1
+        return "" if is_allowed else f"from 0 to {_MOST_BUDGET} with at most 9 decimals"
+    least = _LEAST_PRIORITY if field == "priority_ceiling" else 0
+    is_allowed = isinstance(value, int) and least <= value <= _MOST
+    return "" if is_allowed else f"a whole number from {least} to {_MOST}"

@@ -52,13 +52,15 @@ async def accounts(store: Store) -> AsyncIterator[Any]:
 def row(at_ms: int, count: int, name: str = "acme") -> Row:
     """Return an account at a time whose counts are all the same."""
     counts = ("requests", "input_tokens", "output_tokens", "day_tokens", "month_tokens")
-    return {"name": name, **windows_at(at_ms), **dict.fromkeys(counts, count)}
+    costs = ("minute_cost", "day_cost", "month_cost")
+    return {"name": name, **windows_at(at_ms), **dict.fromkeys(counts, count), **dict.fromkeys(costs, 7 * count)}
 
 
 def counts(saved: StoredAccounts) -> tuple[object, ...]:
     """Return the requests of the minute, the tokens of the day and those of the month of the only account."""
     (account,) = saved.page("", 10)
-    assert account["input_tokens"] == account["output_tokens"] == account["requests"]
+    assert account["input_tokens"] == account["output_tokens"] == account["requests"] == account["minute_cost"] // 7
+    assert (account["day_cost"], account["month_cost"]) == (7 * account["day_tokens"], 7 * account["month_tokens"])
     return account["requests"], account["day_tokens"], account["month_tokens"]
 
 
@@ -98,9 +100,9 @@ def test_a_later_window_replaces_and_of_one_window_the_higher_count_stays(
 
 
 def test_each_count_of_a_window_is_the_higher_one(saved: StoredAccounts) -> None:
-    saved.save([{**row(NOON, 5), "requests": 9}, {**row(NOON, 6), "requests": 8, "day_tokens": 2}])
+    saved.save([{**row(NOON, 5), "requests": 9}, {**row(NOON, 6), "requests": 8, "day_tokens": 2, "day_cost": 1}])
     (account,) = saved.page("", 10)
-    assert account == {**row(NOON, 6), "requests": 9, "day_tokens": 5}
+    assert account == {**row(NOON, 6), "requests": 9, "day_tokens": 5, "day_cost": 35}
 
 
 @pytest.mark.parametrize("ahead_ms", [10 * MINUTE, DAY, 1000 * DAY])

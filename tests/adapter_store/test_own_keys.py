@@ -169,7 +169,8 @@ def test_an_administrator_makes_so_many_keys_a_day(tmp_path: Path) -> None:
 async def test_an_administrator_sees_accounts_and_plans_of_its_tenant(world: World) -> None:
     admin, other = await world.key(), await world.key("globex")
     own, others = f"keys/{admin.key.key_id}", f"keys/{other.key.key_id}"
-    counts = dict.fromkeys(("requests", "input_tokens", "output_tokens", "day_tokens", "month_tokens"), 5)
+    tokens = ("requests", "input_tokens", "output_tokens", "day_tokens", "month_tokens")
+    counts = dict.fromkeys((*tokens, "minute_cost", "day_cost", "month_cost"), 5)
     windows = windows_at(time.time_ns() // 1_000_000)
     rows = [{"name": name, **windows, **counts} for name in (own, others, "acme", "globex")]
     StoredAccounts(world.store._database).save(rows)

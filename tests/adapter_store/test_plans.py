@@ -16,7 +16,7 @@ from loraplex.adapter_store.plans import StoredPlans
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
-from loraplex.contracts.plans import Plan
+from loraplex.contracts.plans import Plan, Price, Prices
 from loraplex.runtime.rpc.errors import CallError, Exhausted
 from loraplex.runtime.rpc.shares import Shares
 
@@ -68,6 +68,16 @@ async def test_a_plan_s_life(plans: Any, store: Store, store_settings: StoreSett
     assert store._plans.get("tenants/acme").etag == later.etag
 
 
+async def test_prices_are_kept_and_told_to_routers(plans: Any, store: Store) -> None:
+    prices = pb.Prices(currency="EUR", of={"tiny": pb.Price(input=150, cached=75, output=600)})
+    made = await set_plan(plans, "prices", prices=prices)
+    (changed,) = (await plans.ListPlanChanges(pb.ListPlanChangesRequest())).plans
+    assert (changed, changed.prices) == (made, prices)
+    assert StoredPlans(store._database).get("prices").plan == Plan(
+        prices=Prices("EUR", {"tiny": Price(input=150, cached=75, output=600)})
+    )
+
+
 async def test_fields_of_a_later_version_are_passed_over(plans: Any, store: Store) -> None:
     await set_plan(plans, "tenants/acme", weight=2.0)
     with store._database.transaction() as rows:
@@ -97,6 +107,13 @@ async def test_a_deleted_plan_is_gone_and_readers_learn_it(plans: Any) -> None:
         ("tenants/acme", {"weight": 1e-300}),
         ("keys/0123456789abcdef", {"adapters": -1}),
         ("default", {"default_model": "../x"}),
+        ("default", {"budget_per_month": 10.0, "budget_warning": 20.0}),
+        ("default", {"prices": pb.Prices(currency="EUR")}),
+        ("prices", {"weight": 1.0}),
+        ("prices", {"weight": 1.0, "prices": pb.Prices(currency="EUR")}),
+        ("prices", {"prices": pb.Prices()}),
+        ("prices", {"prices": pb.Prices(currency="EUR", of={"../x": pb.Price()})}),
+        ("prices", {"prices": pb.Prices(currency="EUR", of={"tiny": pb.Price(input=10**9 + 1)})}),
     ],
 )
 async def test_a_bad_plan_is_refused(plans: Any, name: str, fields: dict[str, Any]) -> None:

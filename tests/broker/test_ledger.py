@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +28,8 @@ from tests.accounts import account_of
 from tests.broker.clocked_queue import LIBRARY_ON_TEST_CLOCK, Clock
 
 LIMITS = {"output_tokens_per_minute": 1000}
+# Prices of a token of input, of cached input and of output.
+PRICES = (150, 75, 600)
 
 
 @dataclass
@@ -55,9 +58,11 @@ class Cluster:
         prompt: int = 10,
         accounts: tuple[str, ...] = ("acme",),
         facts: str = "{}",
+        prices: tuple[int, int, int] = (0, 0, 0),
     ) -> Reservation:
-        """Reserve tokens of a request."""
+        """Reserve tokens of a request; `prices` are of input, cached input and output."""
         reservation = Reservation(f"r{number}", " ".join(accounts), prompt, output, facts)
+        reservation.input_price, reservation.cached_price, reservation.output_price = prices
         return await (await self.router(router)).reserve(reservation, received, dict.fromkeys(accounts, limits))
 
     async def refused(self, *arguments: Any, **options: Any) -> str:
@@ -66,9 +71,11 @@ class Cluster:
             await self.reserve(*arguments, **options)
         return f"{error.value.limit} {error.value.wait_ms}"
 
-    async def settle(self, one: Reservation, used_input: int, used_output: int, router: str = "a") -> None:
+    async def settle(
+        self, one: Reservation, used_input: int, used_output: int, router: str = "a", cached: int = 0
+    ) -> None:
         """End a reservation."""
-        one.use(used_input, used_output)
+        one.use(used_input, used_output, cached)
         one.open = False
         await (await self.router(router)).tell([one])
 
@@ -100,6 +107,19 @@ class Cluster:
         """Return the ids and counts of all events."""
         entries: Any = await self.redis.xrange(f"{LEDGER}usage")
         return [(one[b"id"].decode(), int(one[b"input"]), int(one[b"output"])) for _, one in entries]
+
+    async def cost(self) -> tuple[int, int]:
+        """Return what the events cost: by their own word, and by their tokens at PRICES."""
+        entries: Any = await self.redis.xrange(f"{LEDGER}usage")
+        computed, cached, made = PRICES
+        by_word = by_tokens = 0
+        for _, one in entries:
+            of_input, of_cached, of_output, cost = (
+                int(one[name]) for name in (b"input", b"cached", b"output", b"cost")
+            )
+            by_word += cost
+            by_tokens += (of_input - of_cached) * computed + of_cached * cached + of_output * made
+        return by_word, by_tokens
 
 
 @pytest.fixture
@@ -269,7 +289,7 @@ async def test_a_clock_that_was_ahead_leaves_no_dead_router_alive_and_no_window_
     await cluster.clock.advance(-ahead)
     assert await cluster.renew_for(2 * terms.HELD_MS) == 2
     account = await cluster.account()
-    assert [account[name] for name in account if name.startswith("held_")] == [0] * 6
+    assert [account[name] for name in account if name.startswith("held_")] == [0] * 9
     await cluster.settle(late, 10, 20)
     assert (await cluster.account())["day_tokens"] == 30
 
@@ -681,7 +701,8 @@ async def test_whatever_happens_the_accounts_are_the_sums_of_their_events_and_li
     cluster: Cluster, seed: int
 ) -> None:
     chance = Random(seed)
-    limits = {"tokens_per_day": 2_000, "concurrent_streams": 6}
+    # The request of the most tokens costs 181,500: the budget, too, is reached by some.
+    limits = {"tokens_per_day": 2_000, "concurrent_streams": 6, "budget_per_month": 1_100_000}
     open_ones: dict[str, tuple[Reservation, str]] = {}
     ended: dict[str, Reservation] = {}
     for number in range(150):
@@ -689,35 +710,43 @@ async def test_whatever_happens_the_accounts_are_the_sums_of_their_events_and_li
         act = chance.random()
         try:
             if act < 0.4:
-                one = await cluster.reserve(number, chance.randint(0, 300), router=router, limits=limits)
+                output = chance.randint(0, 300)
+                one = await cluster.reserve(number, output, router=router, limits=limits, prices=PRICES)
                 open_ones[one.id] = one, router
             elif act < 0.7 and open_ones:
                 one, router = open_ones.pop(chance.choice(sorted(open_ones)))
-                await cluster.settle(one, 10, chance.randint(0, one.output), router)
+                await cluster.settle(one, 10, chance.randint(0, one.output), router, chance.randint(0, 10))
                 ended[one.id] = one
             elif act < 0.85 and (open_ones or ended):
                 known = {**ended, **{name: one for name, (one, _) in open_ones.items()}}
                 one = known[chance.choice(sorted(known))]
                 received = chance.randint(0, one.used_output + 20)
-                again = await cluster.reserve(int(one.id[1:]), one.output, received, router=router, limits=limits)
+                again = await cluster.reserve(
+                    int(one.id[1:]), one.output, received, router=router, limits=limits, prices=PRICES
+                )
                 open_ones[one.id] = again, router
                 ended.pop(one.id, None)
             else:
                 await cluster.clock.advance(chance.choice((10, 1_000, terms.HELD_MS // 2)))
                 mine = [one for one, of in open_ones.values() if of == router]
                 for one in mine:
-                    one.use(10, chance.randint(one.used_output, max(one.used_output, one.output)))
+                    one.use(
+                        10, chance.randint(one.used_output, max(one.used_output, one.output)), chance.randint(0, 10)
+                    )
                 await (await cluster.router(router)).tell(mine, renews=True)
         except QuotaReachedError:
             continue
         finally:
             account = await cluster.account()
             assert account.get("day_tokens", 0) + account.get("held_day_tokens", 0) <= 2_000 + 300 * 9, account
+            assert account["month_cost"] + account["held_month_cost"] <= 1_100_000 + 300 * 600 * 9, account
     for one, router in open_ones.values():
         await cluster.settle(one, 0, 0, router)
     await cluster.renew_for(2 * terms.HELD_MS + 8, "d")
     account = await cluster.account()
     assert account["day_tokens"] == sum(size + made for _, size, made in await cluster.events())
+    assert (account["month_cost"], account["month_cost"]) == await cluster.cost()
+    assert (account["minute_cost"] <= account["day_cost"], account["held_month_cost"]) == (True, 0)
     assert (account["held_day_tokens"], account["held_requests"], account["held_streams"]) == (0, 0, 0)
     assert len({name for name, _, _ in await cluster.events()}) == len(await cluster.events())
 
@@ -739,3 +768,92 @@ async def test_a_reservation_says_what_is_left(cluster: Cluster, limit: str, lef
     (room,) = granted.room
     ends_ms = 60_000 if end is None else int(end.timestamp() * 1e3) - cluster.clock.now_ms
     assert (room.limit, room.most, room.left, room.ends_s) == (limit, 1000, left, ends_ms / 1e3)
+
+
+async def test_what_was_cached_is_charged_at_its_price_and_the_rest_of_the_reservation_comes_back(
+    cluster: Cluster,
+) -> None:
+    one = await cluster.reserve(prices=PRICES, limits={"budget_per_month": 61_500})
+    assert (await cluster.account())["held_month_cost"] == 10 * 150 + 100 * 600
+    assert await cluster.refused(2, 0, prices=PRICES, limits={"budget_per_month": 61_500}) == (
+        f"budget_per_month {(await month_left_ms(cluster))}"
+    )
+    await cluster.settle(one, 10, 40, cached=4)
+    cost = 6 * 150 + 4 * 75 + 40 * 600
+    account = await cluster.account()
+    costs = [account[f"{name}_cost"] for name in ("minute", "day", "month", "held_month")]
+    assert (costs, await cluster.cost()) == ([cost, cost, cost, 0], (cost, cost))
+
+
+async def month_left_ms(cluster: Cluster) -> int:
+    now = datetime.fromtimestamp(cluster.clock.now_ms / 1e3, UTC)
+    begins = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)
+    return int(begins.timestamp() * 1e3) - cluster.clock.now_ms
+
+
+async def test_fifty_calls_at_once_at_a_budget_of_one_more_pass_as_one(cluster: Cluster) -> None:
+    """Two routers, whose calls come in any order: what is left is reserved by one of them, to the nano-unit."""
+    limits = {"budget_per_month": 2 * 61_500}
+    await cluster.settle(await cluster.reserve(prices=PRICES, limits=limits), 10, 100)
+    await cluster.router("b")
+    calls = (
+        cluster.reserve(number, prices=PRICES, limits=limits, router="ab"[number % 2]) for number in range(100, 150)
+    )
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in ends if not isinstance(one, QuotaReachedError)] == [Reservation]
+    assert (await cluster.account())["held_month_cost"] == 61_500
+
+
+async def test_a_request_keeps_the_prices_of_its_beginning(cluster: Cluster) -> None:
+    one = await cluster.reserve(prices=PRICES)
+    await cluster.leave(one, 10, 40)
+    again = await cluster.reserve(received=40, prices=(1, 1, 1), router="b")
+    await cluster.settle(again, 10, 100, "b")
+    cost = 10 * 150 + 100 * 600
+    assert ((await cluster.account())["month_cost"], await cluster.cost()) == (cost, (cost, cost))
+
+
+async def test_calls_whose_tokens_cost_nothing_pass_a_budget_that_is_spent(cluster: Cluster) -> None:
+    limits = {"budget_per_month": 61_500}
+    await cluster.settle(await cluster.reserve(prices=PRICES, limits=limits), 10, 100)
+    assert (await cluster.refused(2, prices=PRICES, limits=limits)).startswith("budget_per_month ")
+    assert (await cluster.reserve(3, limits=limits)).open
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_the_money_of_a_router_that_died_is_that_of_its_event(cluster: Cluster, is_told: bool) -> None:
+    one = await cluster.reserve(prices=PRICES)
+    if is_told:
+        one.use(10, 40, 4)
+        await (await cluster.router("a")).tell([one], renews=True)
+        await (await cluster.router("a")).tell([one], renews=True)  # its first answer was lost
+    await cluster.renew_for(2 * terms.HELD_MS + 8)
+    cost = 6 * 150 + 4 * 75 + 40 * 600 if is_told else 0
+    account = await cluster.account()
+    assert (account["month_cost"], account["held_month_cost"], await cluster.cost()) == (cost, 0, (cost, cost))
+
+
+async def test_a_wiped_redis_has_the_costs_again(cluster: Cluster) -> None:
+    """From its router's reservations, and from the accounts and events of the last seconds."""
+    settled = await cluster.reserve(1, prices=PRICES)
+    await cluster.settle(settled, 10, 40, cached=4)
+    running = await cluster.reserve(2, prices=PRICES)
+    running.use(10, 30, 8)
+    a = await cluster.router("a")
+    await a.tell([running], renews=True)
+    before = await cluster.account()
+    await cluster.redis.flushdb()
+    await cluster.clock.advance(0)
+    with pytest.raises(LedgerUnreadyError):
+        await a.tell([])
+    await a.fill([running], closes=True)
+    await cluster.clock.advance(terms.RECOVERY_MS)
+    await a.load([])
+    await a.loaded()
+    after = await cluster.account()
+    assert {name: after[name] for name in before if "cost" in name} == {
+        name: count for name, count in before.items() if "cost" in name
+    }
+    await cluster.settle(running, 10, 50, cached=10)
+    cost = 6 * 150 + 4 * 75 + 40 * 600 + 2 * 150 + 8 * 75 + 50 * 600
+    assert ((await cluster.account())["month_cost"], await cluster.cost()) == (cost, (cost, cost))

@@ -102,6 +102,59 @@ async def test_a_mistake_in_a_file_of_tenants_changes_nothing(
     assert json.loads(await loraplex(store, "tenants", "list", "--json")) == []
 
 
+PRICED = """
+tenants: {acme: {plan: {budget_per_month: 100, budget_warning: 80.5}}}
+prices:
+  currency: EUR
+  models:
+    tiny: {input: 0.15, cached: 0.075, output: 0.6}
+  adapters:
+    tenants/acme/adapters/support: {input: 1, output: 2}
+"""
+
+
+async def test_a_file_of_tenants_has_the_prices_of_all(store: str, tmp_path: Path) -> None:
+    (file := tmp_path / "teams.yaml").write_text(PRICED)
+    applied = ("tenants", "apply", "-f", str(file))
+    assert (await loraplex(store, *applied)).splitlines() == [
+        "prices: 2 in EUR",
+        "acme: plan budget_per_month=100 budget_warning=80.5",
+        "1 tenants: 2 changes",
+    ]
+    assert await loraplex(store, *applied) == "1 tenants: no changes\n"
+    assert (await loraplex(store, "plans", "show", "prices")).splitlines()[1:] == [
+        "tenants/acme/adapters/support\t1.0\t1.0\t2.0\tEUR",
+        "tiny\t0.15\t0.075\t0.6\tEUR",
+    ]
+    shown = json.loads(await loraplex(store, "plans", "show", "prices", "--json"))
+    assert (shown["currency"], shown["prices"]["tiny"]) == ("EUR", {"input": 0.15, "cached": 0.075, "output": 0.6})
+    await loraplex(store, "plans", "delete", "prices")
+    assert (await loraplex(store, *applied)).splitlines()[-1] == "1 tenants: 1 change"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("  currency: EUR\n", ""), "prices.currency: name the unit of the prices, such as EUR"),
+        (("EUR", "1"), "prices.currency: name the unit of the prices by letters"),
+        (("80.5", "100"), "tenants.acme.plan.budget_warning: 100 is not below budget_per_month, 100"),
+        (("0.075", "0.2"), "prices.tiny: cached tokens cost more than input"),
+        (("0.15", "0.1505"), "prices.models.tiny.input: 0.1505 has more than 3 decimals"),
+        (("0.15", "cheap"), "prices.models.tiny.input: 'cheap' is not a number"),
+        (("0.15", "-1"), "prices.tiny: a price is from 0 to 1000000 for a million tokens"),
+        ((", output: 0.6", ""), "prices.models.tiny.output: missing; give the price of a million tokens"),
+        (("tenants/acme/adapters/support", "tenants/acme/support"), "'tenants/acme/support' is not a name like"),
+    ],
+)
+async def test_a_mistake_in_prices_or_budgets_changes_nothing(
+    store: str, tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    (file := tmp_path / "teams.yaml").write_text(PRICED.replace(*change))
+    with pytest.raises(CommandError, match=message):
+        await loraplex(store, "tenants", "apply", "-f", str(file))
+    assert json.loads(await loraplex(store, "plans", "list", "--json")) == []
+
+
 async def test_one_tenant_is_created(store: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     created = ("tenants", "create", "acme", "tokens_per_day=2000000", "default_model=tiny", "--keys-dir", str(keys))

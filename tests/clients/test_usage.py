@@ -52,6 +52,9 @@ async def test_what_is_used_of_which_limits(store: str) -> None:
         "output_tokens_per_minute": {"used": 0, "limit": None},
         "tokens_per_day": {"used": 50, "limit": None},
         "tokens_per_month": {"used": 60, "limit": 900},
+        "budget_per_month": {"used": 0, "limit": None},
+        "cost_per_minute": {"used": 0, "limit": None},
+        "cost_per_day": {"used": 0, "limit": None},
     }
     assert key["counts"]["requests_per_minute"] == {"used": 3, "limit": 6}
     assert key["counts"]["output_tokens_per_minute"] == {"used": 4, "limit": None}
@@ -59,3 +62,21 @@ async def test_what_is_used_of_which_limits(store: str) -> None:
     rows = (await usage(store, "--tenant", "acme")).splitlines()
     assert rows[0].startswith("tenant\tkey\tlabel\trequests per minute")
     assert rows[1:] == ["acme\t-\t\t0\t0\t0\t50\t60 of 900", f"acme\t{key_id}\tci\t3 of 6\t0\t4\t5\t0"]
+
+
+async def test_money_is_shown_in_units_of_the_currency(store: str) -> None:
+    windows = {window: number + 1 for window, number in windows_at(time.time_ns() // 1_000_000).items()}
+    spent = {"month_cost": 12_500_000_000, "day_cost": 10_800, "minute_cost": 0}
+    async with grpc.aio.insecure_channel(store) as channel:
+        accounts: Any = accounts_pb2_grpc.AccountServiceStub(channel)
+        saved = [accounts_pb2.Account(name="acme", **spent, **windows)]
+        await accounts.SaveAccounts(accounts_pb2.SaveAccountsRequest(accounts=saved))
+    await set_plans(store, "[tenants.acme]\nbudget_per_month = 80.5\n")
+    (one,) = json.loads(await usage(store, "--json"))
+    money = {name: one["counts"][name] for name in ("budget_per_month", "cost_per_day", "cost_per_minute")}
+    assert money == {
+        "budget_per_month": {"used": 12.5, "limit": 80.5},
+        "cost_per_day": {"used": 0.0000108, "limit": None},
+        "cost_per_minute": {"used": 0, "limit": None},
+    }
+    assert (await usage(store)).splitlines()[1].split("\t")[-3:] == ["12.5 of 80.5", "0", "1.08e-05"]

@@ -124,6 +124,14 @@ def test_a_limit_of_nothing_is_recorded_and_one_that_is_not_set_is_not() -> None
     assert _values(request, audited.request) == {"name": "tenants/acme", "tokens_per_day": 0, "weight": 2.0}
 
 
+def test_prices_that_are_set_are_recorded() -> None:
+    prices = plans_pb2.Prices(currency="EUR", of={"tiny": plans_pb2.Price(input=150, cached=75, output=600)})
+    audited = PERMISSIONS["/loraplex.admin.v1.PlanService/SetPlan"].audited
+    assert audited is not None
+    recorded = _values(plans_pb2.SetPlanRequest(plan=plans_pb2.Plan(name="prices", prices=prices)), audited.request)
+    assert recorded == {"name": "prices", "currency": "EUR", "of": ["tiny: input: 150 cached: 75 output: 600"]}
+
+
 async def test_a_duration_that_is_none_is_recorded_by_its_numbers(channel: grpc.aio.Channel, records: Records) -> None:
     stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
     request = pb.CreateKeyRequest(tenant="globex")

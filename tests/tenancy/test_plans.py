@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.contracts.plans import FIELDS, make_plan
+from loraplex.contracts.plans import FIELDS, Price, Prices, make_plan, money, nano
 from loraplex.runtime.rpc.errors import InvalidField
 
 
@@ -31,8 +31,31 @@ def test_the_page_has_every_field() -> None:
         ({"weight": 0.0001}, "weight: 0.0001 is not from 0.001 to 1000"),
         ({"weight": -1}, "weight: -1 is not from 0.001 to 1000"),
         ({"queue_share": 0}, "queue_share: 0 is not a share"),
+        ({"budget_per_month": -1}, "budget_per_month: -1 is not from 0 to 1000000 with at most 9 decimals"),
+        ({"budget_per_month": float("nan")}, "budget_per_month: nan is not from 0"),
+        ({"budget_warning": 1e-10}, "budget_warning: 1e-10 is not from 0 to 1000000 with at most 9 decimals"),
+        (
+            {"budget_per_month": 100, "budget_warning": 100.0},
+            "budget_warning: 100.0 is not below budget_per_month, 100",
+        ),
     ],
 )
 def test_a_fault_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidField, match=re.escape(f"tenants/acme.{message}")):
         make_plan("tenants/acme", values)
+
+
+@pytest.mark.parametrize(("amount", "nanos"), [(0.1, 100_000_000), (1e-9, 1), (999_999.999999999, 999_999_999_999_999)])
+def test_money_is_what_its_digits_say(amount: float, nanos: int) -> None:
+    assert nano(amount) == nanos
+    assert money(nanos) == f"{amount:.9f}"
+
+
+def test_the_price_of_an_adapter_comes_before_its_models() -> None:
+    own, base = Price(1, 1, 2), Price(3, 2, 4)
+    prices = Prices("EUR", {"org/base": base, "tenants/acme/adapters/org/support": own})
+    digest = "sha256:" + "0" * 64
+    assert prices.of("org/base", f"tenants/acme/adapters/org/support/revisions/{digest}") == own
+    assert prices.of("org/base", f"tenants/acme/adapters/other/revisions/{digest}") == base
+    assert prices.of("org/base", digest) == base  # a weighted set
+    assert (prices.of("org/base", ""), prices.of("other", "")) == (base, Price())

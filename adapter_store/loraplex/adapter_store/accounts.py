@@ -31,9 +31,9 @@ Row = dict[str, Any]
 
 # The windows, and the counts that belong to each.
 _COUNTS = {
-    "minute": ("requests", "input_tokens", "output_tokens"),
-    "day": ("day_tokens",),
-    "month": ("month_tokens",),
+    "minute": ("requests", "input_tokens", "output_tokens", "minute_cost"),
+    "day": ("day_tokens", "day_cost"),
+    "month": ("month_tokens", "month_cost"),
 }
 _NUMBERS = tuple(name for window, counts in _COUNTS.items() for name in (window, *counts))
 _COLUMNS = ", ".join(("name", *_NUMBERS))

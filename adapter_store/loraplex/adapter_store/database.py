@@ -234,6 +234,20 @@ CREATE INDEX expiring_grants ON grants (expire_ns) WHERE expire_ns IS NOT NULL;
     """
 CREATE TABLE removals (id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, noted INTEGER NOT NULL);
 """,
+    """
+ALTER TABLE accounts ADD COLUMN minute_cost INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE accounts ADD COLUMN day_cost INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE accounts ADD COLUMN month_cost INTEGER NOT NULL DEFAULT 0;
+-- Warnings and ends of budgets, once a month of an account, for webhooks; an account is a name as in `accounts`.
+CREATE TABLE budget_events (
+    event INTEGER PRIMARY KEY AUTOINCREMENT,
+    account TEXT NOT NULL,
+    month INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    record TEXT NOT NULL,
+    UNIQUE (account, month, kind)
+);
+""",
 )
 # The digests and sizes of the blobs that rows need.
 BLOBS = (
@@ -249,7 +263,7 @@ SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
     OR EXISTS (SELECT 1 FROM deleted_revisions WHERE weights_digest = :digest)
 """
 # Tables whose rows have a number that the database gives, and that is not given again.
-NUMBERED = {"adapters": "id", "revisions": "number", "release_events": "event"}
+NUMBERED = {"adapters": "id", "revisions": "number", "release_events": "event", "budget_events": "event"}
 
 
 class Database(ABC):

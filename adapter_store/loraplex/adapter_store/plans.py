@@ -8,7 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -21,7 +21,19 @@ from loraplex.adapter_store.records import Row, Rows, marks
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 from loraplex.contracts.artifacts.names import SHARED, check_tenant
-from loraplex.contracts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, default_model, make_plan, plan_name
+from loraplex.contracts.plans import (
+    DEFAULT,
+    FIELDS,
+    PRICES,
+    UNLIMITED,
+    Plan,
+    Price,
+    Prices,
+    check_prices,
+    default_model,
+    make_plan,
+    plan_name,
+)
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, NotFound
 from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import caller, own_tenant
@@ -214,8 +226,8 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
 def _named(name: str) -> str:
     """Return the name of a plan that may be set. Raises InvalidField."""
     kind, _, of = name.partition("/")
-    if name != DEFAULT and kind not in {"tenants", "keys"}:
-        raise InvalidField("plan.name", f"{name!r} is not default, tenants/TENANT or keys/KEYID")
+    if name not in {DEFAULT, PRICES} and kind not in {"tenants", "keys"}:
+        raise InvalidField("plan.name", f"{name!r} is not default, tenants/TENANT, keys/KEYID or prices")
     if kind == "tenants":
         with refusals("plan.name"):
             check_tenant(of)
@@ -225,7 +237,14 @@ def _named(name: str) -> str:
 
 
 def _from_pb(message: pb.Plan) -> Plan:
-    return make_plan("plan", {field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+    limits = {field.name: value for field, value in message.ListFields() if field.name in FIELDS}
+    if message.HasField("prices") != (message.name == PRICES) or (limits and message.name == PRICES):
+        raise InvalidField("plan.prices", f"the plan {PRICES} has prices and nothing else, and others have none")
+    plan = make_plan("plan", limits)
+    if not message.HasField("prices"):
+        return plan
+    of = {name: Price(one.input, one.cached, one.output) for name, one in message.prices.of.items()}
+    return replace(plan, prices=check_prices(Prices(message.prices.currency, of)))
 
 
 def _to_pb(named: NamedPlan) -> pb.Plan:
@@ -233,6 +252,9 @@ def _to_pb(named: NamedPlan) -> pb.Plan:
     for field in FIELDS:
         if (value := getattr(named.plan, field)) is not None:
             setattr(message, field, value)
+    if named.plan is not None and (prices := named.plan.prices) is not None:
+        of = {name: pb.Price(**asdict(price)) for name, price in prices.prices.items()}
+        message.prices.CopyFrom(pb.Prices(currency=prices.currency, of=of))
     return message
 
 

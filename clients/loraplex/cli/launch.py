@@ -19,6 +19,7 @@ from loraplex.cli.tenants import TenantSpec, set_up
 from loraplex.cli.terminal import Activity, CommandError, out, print_error
 from loraplex.cli.upload_tree import AdapterTree, upload_tree
 from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.plans import Prices
 from loraplex.runtime.rpc.children.process import LaunchError
 from loraplex.runtime.rpc.settings import check_installed
 from loraplex_client import AlreadyExistsError, AsyncStoreClient, LoraplexError
@@ -45,6 +46,7 @@ class LaunchPlan:
     demo: bool
     once: bool
     tenants: tuple[TenantSpec, ...] = ()
+    prices: Prices | None = None
     questions: tuple[Question, ...] = ()
 
     @property
@@ -165,9 +167,9 @@ async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
             other = isinstance(error, AlreadyExistsError)
             hint = "; give this one another name with --name, or another directory with --data-dir" if other else ""
             raise CommandError(f"--model {plan.settings.model}: {explain(error, 'store', store)}{hint}") from error
-    if plan.tenants:
+    if plan.tenants or plan.prices:
         activity.step("setting up tenants")
-        await asyncio.to_thread(set_up, store, plan.tenants, plan.keys_dir)
+        await asyncio.to_thread(set_up, store, plan.tenants, plan.keys_dir, plan.prices)
     of_tenants = (adapter for spec in plan.tenants for adapter in spec.adapters)
     tree = AdapterTree((*plan.tree.adapters, *of_tenants), plan.tree.faults)
     try:

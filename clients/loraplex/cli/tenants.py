@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ import typer
 
 from loraplex.cli.credentials import check_new, make_key, write_key
 from loraplex.cli.options import ROUTER, STORE, JsonOption, StoreOption, read_duration
+from loraplex.cli.prices import load_yaml, mapping, price_rows, prices_to_pb, read_prices
 from loraplex.cli.service import Service, cluster_service, explain, store_client
 from loraplex.cli.terminal import (
     Activity,
@@ -27,7 +28,7 @@ from loraplex.cli.terminal import (
     say,
 )
 from loraplex.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
-from loraplex.contracts.plans import FIELDS, NAME_FIELDS, REAL_FIELDS, make_plan
+from loraplex.contracts.plans import FIELDS, NAME_FIELDS, PRICES, REAL_FIELDS, Prices, make_plan
 from loraplex.runtime.rpc.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 plans = typer.Typer(no_args_is_help=True, help="Read and change what tenants and API keys may use. For operators.")
 
-NameArgument = Annotated[str, typer.Argument(metavar="PLAN", help="default, tenants/TENANT or keys/KEYID.")]
+NameArgument = Annotated[str, typer.Argument(metavar="PLAN", help="default, tenants/TENANT, keys/KEYID or prices.")]
 KeysDirOption = Annotated[
     Path, typer.Option("--keys-dir", metavar="DIR", help="Directory of new keys, TENANT-LABEL.key.")
 ]
@@ -53,10 +54,13 @@ def list_(store: StoreOption = STORE, as_json: JsonOption = False) -> None:
 
 @plans.command()
 def show(name: NameArgument, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
-    """Show a plan."""
+    """Show a plan, or the prices of a million tokens."""
     plan = _service(store).ask("GetPlan", name=name).plan
     if as_json:
         print_json(_plan_json(plan))
+    elif plan.HasField("prices"):
+        rows = ((of, *one.values(), plan.prices.currency) for of, one in price_rows(plan.prices).items())
+        print_rows(("of", "input", "cached", "output", "currency"), rows)
     else:
         print_rows(("limit", "value"), ((field, _text(value)) for field, value in _set_limits(plan).items()))
 
@@ -117,15 +121,20 @@ def _set_limits(plan: plans_pb2.Plan) -> dict[str, float | str]:
 
 
 def _text(value: float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def _limits(plan: plans_pb2.Plan) -> str:
+    if plan.HasField("prices"):
+        return f"{len(plan.prices.of)} in {plan.prices.currency}"
     return " ".join(f"{field}={_text(value)}" for field, value in _set_limits(plan).items())
 
 
 def _plan_json(plan: plans_pb2.Plan) -> dict[str, Any]:
-    return {"name": plan.name, "etag": plan.etag, **_set_limits(plan)}
+    prices: dict[str, Any] = {}
+    if plan.HasField("prices"):
+        prices = {"currency": plan.prices.currency, "prices": price_rows(plan.prices)}
+    return {"name": plan.name, "etag": plan.etag, **_set_limits(plan), **prices}
 
 
 def _service(store: str) -> Service:
@@ -218,15 +227,15 @@ def apply(
     ] = "",
     store: StoreOption = STORE,
 ) -> None:
-    """Set up tenants as a file says: plans, API keys, adapters. Applied again, it changes nothing.
+    """Set up tenants as a file says: plans, API keys, adapters, prices. Applied again, it changes nothing.
 
-    A plan of the file replaces the tenant's; a key is known by its label; an adapter's `live` moves to the revision in
-    its directory. Tenants, keys and adapters that the file does not name stay as they are.
+    A plan of the file replaces the tenant's, prices all prices; a key is known by its label; an adapter's `live` moves
+    to the revision in its directory. Tenants, keys and adapters that the file does not name stay as they are.
 
     [bold]loraplex tenants apply -f teams.yaml --keys-dir ./keys[/]
     """
-    specs = read_tenants(file)
-    changes = set_up(store, specs, keys_dir)
+    specs, prices = read_tenants(file)
+    changes = set_up(store, specs, keys_dir, prices)
     tree = AdapterTree(tuple(adapter for spec in specs for adapter in spec.adapters))
     if tree.adapters:
         changes += _upload(store, tree, model)
@@ -238,11 +247,12 @@ def key_file(directory: Path, tenant: str, label: str) -> Path:
     return directory / f"{tenant}-{label}.key"
 
 
-def set_up(store: str, specs: Sequence[TenantSpec], keys_dir: Path) -> int:
-    """Set the plans and make the keys that differ or are missing; return the number of changes."""
-    plans_of = {_tenant_of(plan): plan for plan in _service(store).list("ListPlans", "plans")}
+def set_up(store: str, specs: Sequence[TenantSpec], keys_dir: Path, prices: Prices | None = None) -> int:
+    """Set the prices and plans, and make the keys, that differ or are missing; return the number of changes."""
+    listed = {plan.name: plan for plan in _service(store).list("ListPlans", "plans")}
+    plans_of = {_tenant_of(plan): plan for plan in listed.values()}
     valid = {(key.tenant, key.label): key for key in _valid_keys(store)}
-    changes = 0
+    changes = 0 if prices is None else _set_prices(store, prices, listed.get(PRICES, _no_plan()))
     for spec in specs:
         if spec.plan is not None and spec.plan != _set_limits(plans_of.get(spec.name, _no_plan())):
             removed = dict.fromkeys(_set_limits(plans_of.get(spec.name, _no_plan())))
@@ -252,6 +262,18 @@ def set_up(store: str, specs: Sequence[TenantSpec], keys_dir: Path) -> int:
         for key in spec.keys:
             changes += _apply_key(store, spec.name, key, valid.get((spec.name, key.label)), keys_dir)
     return changes
+
+
+def _set_prices(store: str, prices: Prices, known: plans_pb2.Plan) -> int:
+    """Set the prices unless the store has them; return the number of changes."""
+    wanted = _no_plan()
+    wanted.MergeFrom(known)
+    wanted.name = PRICES
+    wanted.prices.CopyFrom(prices_to_pb(prices))
+    if known == wanted:
+        return 0
+    say(f"prices: {_limits(_service(store).ask('SetPlan', plan=wanted).plan)}")
+    return 1
 
 
 def _upload(store: str, tree: AdapterTree, model: str) -> int:
@@ -308,39 +330,23 @@ def _no_plan() -> plans_pb2.Plan:
     return plans_pb2.Plan()
 
 
-def read_tenants(file: Path) -> list[TenantSpec]:
-    """Read a file of tenants. Raises CommandError, naming the field at fault, before anything is changed."""
+def read_tenants(file: Path) -> tuple[list[TenantSpec], Prices | None]:
+    """Read a file of tenants, and the prices that it may have.
+
+    Raises CommandError, naming the field at fault, before anything is changed.
+    """
     import yaml
 
     try:
         text = read_text(file, "--file")
-        values = _mapping(_load_yaml(text), "the file", {"tenants"})
+        values = mapping(load_yaml(text), "the file", {"tenants", "prices"})
     except yaml.YAMLError as error:
         raise CommandError(f"--file: {file}: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise CommandError(f"--file: {file}: lists within lists, too deep") from None
-    listed = _mapping(values.get("tenants"), "tenants")
-    return [_tenant(name, value, file.parent) for name, value in listed.items()]
-
-
-def _load_yaml(text: str) -> Any:
-    """Parse YAML; raises YAMLError for a key that stands twice in a mapping, of which PyYAML would take the last."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            names = set[str]()
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    continue  # PyYAML refuses it
-                if key.value in names:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value!r} is written twice; keep one of them", key.start_mark
-                    )
-                names.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    return yaml.load(text, Loader)
+    listed = mapping(values.get("tenants"), "tenants")
+    prices = read_prices(values["prices"]) if "prices" in values else None
+    return [_tenant(name, value, file.parent) for name, value in listed.items()], prices
 
 
 def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:
@@ -350,21 +356,20 @@ def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:
     at = f"tenants.{name}"
     if not is_tenant(name) or name in RESERVED_TENANTS:
         raise CommandError(f"{at}: not a tenant's name")
-    fields = _mapping(value, at, {"plan", "keys", "adapters"})
+    fields = mapping(value, at, {"plan", "keys", "adapters"})
     plan = None
     if "plan" in fields:
-        plan = _mapping(fields["plan"], f"{at}.plan", FIELDS)
+        plan = mapping(fields["plan"], f"{at}.plan", FIELDS)
         try:
             make_plan(f"{at}.plan", plan)
         except InvalidField as error:
             raise CommandError(error.message) from error
     keys = tuple(
-        _key(f"{at}.keys.{label}", label, of_key)
-        for label, of_key in _mapping(fields.get("keys"), f"{at}.keys").items()
+        _key(f"{at}.keys.{label}", label, of_key) for label, of_key in mapping(fields.get("keys"), f"{at}.keys").items()
     )
     adapters = tuple(
         _adapter(f"{at}.adapters.{adapter}", name, adapter, path, directory)
-        for adapter, path in _mapping(fields.get("adapters"), f"{at}.adapters").items()
+        for adapter, path in mapping(fields.get("adapters"), f"{at}.adapters").items()
     )
     return TenantSpec(name, plan, keys, adapters)
 
@@ -375,7 +380,7 @@ def _key(at: str, label: str, value: Any) -> KeySpec:
 
     if not re.fullmatch(r"[\w.-]{1,100}", label, re.ASCII):
         raise CommandError(f"{at}: a label has 1 to 100 letters, digits, '-', '_' and '.': it names the key's file")
-    fields = _mapping(value, at, {"role", "scopes", "ttl"})
+    fields = mapping(value, at, {"role", "scopes", "ttl"})
     role, scopes, ttl = fields.get("role", "tenant-user"), fields.get("scopes", []), fields.get("ttl")
     if role not in TENANT_ROLES:
         raise CommandError(f"{at}.role: {role!r} is none of {', '.join(TENANT_ROLES)}")
@@ -388,20 +393,6 @@ def _adapter(at: str, tenant: str, name: str, path: Any, directory: Path) -> Ada
     if not isinstance(path, str):
         raise CommandError(f"{at}: name the adapter's directory, beginning at the file's")
     return checked_adapter(tenant, name, directory / path, at)
-
-
-def _mapping(value: Any, at: str, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return a mapping with texts as keys, of these names only; nothing is an empty one."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise CommandError(f"{at}: write NAME: VALUE lines")
-    for name in value:
-        if not isinstance(name, str):
-            raise CommandError(f"{at}.{name}: write the name in quotes")
-        if names is not None and name not in names:
-            raise CommandError(f"{at}.{name}: not known; known are {', '.join(sorted(names))}")
-    return value
 
 
 @tenants.command()

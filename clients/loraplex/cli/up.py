@@ -132,7 +132,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     check_engine_protocol(engine_protocol)
     if tenants is not None and secured is None:
         raise CommandError("--tenants: give --secured DIR too; without credentials any caller may name any tenant")
-    specs = () if tenants is None else tuple(read_tenants(tenants))
+    specs, prices = ([], None) if tenants is None else read_tenants(tenants)
     if secured is not None:
         use_credentials(secured)
         data_dir = data_dir or secured / "data"
@@ -151,7 +151,17 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     )
     shown = demo or once
     asked = read_questions(adapters) if shown else ()
-    plan = LaunchPlan(settings, base, tree, update=update, demo=shown, once=once, tenants=specs, questions=asked)
+    plan = LaunchPlan(
+        settings,
+        base,
+        tree,
+        update=update,
+        demo=shown,
+        once=once,
+        tenants=tuple(specs),
+        prices=prices,
+        questions=asked,
+    )
     asyncio.run(launch(plan))
 
 

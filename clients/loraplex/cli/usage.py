@@ -11,14 +11,17 @@ import typer
 from loraplex.cli.options import STORE, JsonOption, StoreOption
 from loraplex.cli.service import Service
 from loraplex.cli.terminal import print_json, print_rows
-from loraplex.contracts.plans import DEFAULT, plan_name, windows_at
+from loraplex.contracts.plans import BUDGET_FIELDS, DEFAULT, FIELDS, NANO, PRICES, plan_name, windows_at
 
 if TYPE_CHECKING:
     from loraplex.admin.v1 import accounts_pb2, plans_pb2
 
 
-# The tokens or requests `used` in a limit's window, and the `limit`; None for no limit.
-Count = dict[str, int | None]
+# The tokens, requests or money `used` in a limit's window, and the `limit`; None for no limit.
+Count = dict[str, float | None]
+# Counts without a limit; costs are in units of the currency.
+_COSTS = {"cost_per_minute": "minute_cost", "cost_per_day": "day_cost"}
+_MONEY = {*_COSTS, *BUDGET_FIELDS}
 
 
 def usage(
@@ -37,9 +40,11 @@ def usage(
     if as_json:
         print_json(found)
         return
-    limits = [*found[0]["counts"]] if found else []
+    has_money = any(any(one["counts"]["budget_per_month"].values()) for one in found)
+    limits = [limit for limit in (found[0]["counts"] if found else ()) if has_money or limit not in _MONEY]
     rows = (
-        (one["tenant"] or "-", one["key"] or "-", one["label"], *map(_cell, one["counts"].values())) for one in found
+        (one["tenant"] or "-", one["key"] or "-", one["label"], *(_cell(one["counts"][limit]) for limit in limits))
+        for one in found
     )
     print_rows(("tenant", "key", "label", *(limit.replace("_", " ") for limit in limits)), rows)
 
@@ -52,7 +57,7 @@ def read_usage(store: str, tenant: str = "") -> list[dict[str, Any]]:
     accounts = {one.name: one for one in Service("store", store, "admin.v1.accounts").list("ListAccounts", "accounts")}
     plans = {one.name: one for one in Service("store", store, "admin.v1.plans").list("ListPlans", "plans")}
     keys = {one.key_id: one for one in Service("store", store, "admin.v1.keys").list("ListKeys", "keys")}
-    names = {*accounts, *(name.removeprefix("tenants/") for name in plans if name != DEFAULT)}
+    names = {*accounts, *(name.removeprefix("tenants/") for name in plans if name not in {DEFAULT, PRICES})}
     found = []
     for name in names:
         key_id = name.removeprefix("keys/") if name.startswith("keys/") else ""
@@ -68,14 +73,19 @@ def _counts(account: accounts_pb2.Account | None, plan: plans_pb2.Plan | None) -
     from loraplex.contracts.broker.ledger import COUNTS
 
     now, counts = windows_at(time.time_ns() // 1_000_000), dict[str, Count]()
-    for limit, field in COUNTS.items():
+    for limit, field in {**COUNTS, **_COSTS}.items():
         window = limit.rpartition("_per_")[2]
         if window in now:  # the store does not know of open streams
             is_current = account is not None and getattr(account, window) >= now[window]
-            most = getattr(plan, limit) if plan is not None and plan.HasField(limit) else None  # type: ignore[arg-type]
-            counts[limit] = {"used": getattr(account, field) if is_current else 0, "limit": most}
+            is_limited = plan is not None and limit in FIELDS and plan.HasField(limit)  # type: ignore[arg-type]
+            used = getattr(account, field) if is_current else 0
+            counts[limit] = {
+                "used": used / NANO if limit in _MONEY else used,
+                "limit": getattr(plan, limit) if is_limited else None,
+            }
     return counts
 
 
 def _cell(count: Count) -> str:
-    return str(count["used"]) if count["limit"] is None else f"{count['used']} of {count['limit']}"
+    used, limit = (f"{one:.9g}" if isinstance(one, float) else str(one) for one in count.values())
+    return used if count["limit"] is None else f"{used} of {limit}"

@@ -7,6 +7,7 @@ import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from decimal import Decimal
 from urllib.parse import quote
 
 import msgspec
@@ -34,8 +35,8 @@ REQUEST_ID_HEADER = "x-request-id"
 NOT_ENFORCED_HEADER = "x-loraplex-not-enforced"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # What goes with the site whose pages may read an answer.
-_RATE_PARTS = ("limit", "remaining", "reset")
-_RATE_HEADERS = [f"x-ratelimit-{part}-{kind}" for kind in ("requests", "tokens") for part in _RATE_PARTS]
+_RATE_KINDS, _RATE_PARTS = ("requests", "tokens", "budget", "budget-warning"), ("limit", "remaining", "reset")
+_RATE_HEADERS = [f"x-ratelimit-{part}-{kind}" for kind in _RATE_KINDS for part in _RATE_PARTS]
 _EXPOSED = ", ".join([REQUEST_ID_HEADER, "retry-after", NOT_ENFORCED_HEADER, *_RATE_HEADERS])
 _READERS = [
     (b"access-control-expose-headers", _EXPOSED.encode()),
@@ -184,7 +185,8 @@ class Exchange:
             paths = ", ".join(quote(path.removeprefix("chat."), safe="[]$/ ") for path in self.not_enforced)
             raw.append((NOT_ENFORCED_HEADER.encode(), paths.encode()))
         for kind, rate in self.rate_limits.items():
-            values = (str(rate.limit), str(rate.remaining), _duration(rate.reset_s))
+            amounts = (f"{Decimal(str(one)).normalize():f}" for one in (rate.limit, rate.remaining))
+            values = (*amounts, _duration(rate.reset_s))
             raw += [
                 (f"x-ratelimit-{part}-{kind}".encode(), value.encode())
                 for part, value in zip(_RATE_PARTS, values, strict=True)

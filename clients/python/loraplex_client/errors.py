@@ -39,15 +39,18 @@ RATE_LIMITS_KEY = "x-loraplex-rate-limits"
 
 @dataclass(frozen=True)
 class RateLimit:
-    """A limit of the caller's plan: its maximum, what is left of it, and the seconds until its window ends."""
+    """A limit of the caller's plan: its maximum, what is left of it, and the seconds until its window ends.
 
-    limit: int
-    remaining: int
+    Of a `budget`, and of a `budget-warning` that is reached, in units of the currency.
+    """
+
+    limit: float
+    remaining: float
     reset_s: float
 
 
 def rate_limits_in(metadata: Any) -> Mapping[str, RateLimit]:
-    """Return the limits of `requests` and of `tokens` that an answer's metadata tells."""
+    """Return the limits of `requests`, `tokens` and money that an answer's metadata tells."""
     rates = dict(metadata or ()).get(RATE_LIMITS_KEY, "{}")
     return {kind: RateLimit(*values) for kind, values in json.loads(rates).items()}
 

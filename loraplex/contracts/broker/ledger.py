@@ -44,24 +44,29 @@ COUNTS = {
     "output_tokens_per_minute": "output_tokens",
     "tokens_per_day": "day_tokens",
     "tokens_per_month": "month_tokens",
+    "budget_per_month": "month_cost",
+    "budget_warning": "month_cost",  # which refuses nothing
 }
 
 
 class Counts(msgspec.Struct, frozen=True, order=True):
     """The charges of an account in its last windows, which have numbers by UTC, a month 12 x year + month - 1.
 
-    Charges only grow: of two states of an account the later one is the greater.
+    Costs are in nano-units of the currency. Charges only grow: of two states of an account the later one is greater.
     """
 
     name: str
     month: int = 0
     month_tokens: int = 0
+    month_cost: int = 0
     day: int = 0
     day_tokens: int = 0
+    day_cost: int = 0
     minute: int = 0
     requests: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    minute_cost: int = 0
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
@@ -94,20 +99,29 @@ class Reservation(msgspec.Struct):
     # 0 once its call has ended, while it may still be resumed.
     streams: int = 1
     used_input: int = 0
+    # Of these, those that a prefix cache had.
+    used_cached: int = 0
     used_output: int = 0
     billed_input: int = 0
+    billed_cached: int = 0
     billed_output: int = 0
     events: int = 0
     resumes: int = 0
     sent: int = 0
+    # Prices of a token in nano-units of the currency.
+    input_price: int = 0
+    cached_price: int = 0
+    output_price: int = 0
     # Tokens that the ledger has confirmed as charged.
     told_input: int = 0
+    told_cached: int = 0
     told_output: int = 0
     # The rest of each limit when it was granted.
     room: list[Room] = []
 
-    def use(self, used_input: int, used_output: int) -> None:
-        """Count what is used by now."""
+    def use(self, used_input: int, used_output: int, cached: int = 0) -> None:
+        """Count what is used by now; input that was counted before stays at the price of computed tokens."""
+        self.used_cached += max(0, min(cached - self.used_cached, used_input - self.used_input))
         self.used_input, self.used_output = max(self.used_input, used_input), max(self.used_output, used_output)
 
     @property
@@ -115,11 +129,11 @@ class Reservation(msgspec.Struct):
         """Return whether more is used than the ledger has charged."""
         return self.used_input > self.told_input or self.used_output > self.told_output
 
-    def told(self, used_input: int, used_output: int) -> None:
+    def told(self, used_input: int, used_cached: int, used_output: int) -> None:
         """Note what the ledger has charged; the first tokens come with the request."""
         if (used_input, used_output) != (self.told_input, self.told_output):
             self.requests = 0
-        self.told_input, self.told_output = used_input, used_output
+        self.told_input, self.told_cached, self.told_output = used_input, used_cached, used_output
 
 
 class QuotaReachedError(Exception):
@@ -209,13 +223,14 @@ class Ledger:
         room = [
             msgspec.structs.replace(one, ends_s=_window_left_ms(answer.now, one.limit) / 1e3)
             for one in answer.room
-            if "_per_" in one.limit
+            if one.limit != "concurrent_streams"
         ]
         if answer.refused is not None:
             raise QuotaReachedError(*answer.refused, room)
         assert answer.reservation is not None, "what is not refused is granted"
         granted = answer.reservation
         granted.told_input, granted.told_output, granted.room = granted.used_input, granted.used_output, room
+        granted.told_cached = granted.used_cached
         return granted
 
     async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, set[str]]:
@@ -226,7 +241,7 @@ class Ledger:
         """
         ended, moved = 0, set[str]()
         for some in _chunks(reservations) or [()]:
-            counts = [(one.used_input, one.used_output) for one in some]
+            counts = [(one.used_input, one.used_cached, one.used_output) for one in some]
             answer = await self._tell(reservations=some, renews=renews)
             if answer.closed_ms:
                 raise LedgerUnreadyError(answer.closed_ms, loads=answer.loads)
@@ -297,7 +312,7 @@ class Asked:
 
 def _window_left_ms(now_ms: int, limit: str) -> int:
     """Return the time in milliseconds until the window of a limit ends, by UTC, such as tokens_per_day."""
-    if limit.endswith("_month"):
+    if COUNTS[limit].startswith("month_"):
         day = datetime.fromtimestamp(now_ms / 1e3, UTC).date().replace(day=1)
         next_month = (day + timedelta(days=31)).replace(day=1)
         return int(datetime.combine(next_month, datetime.min.time(), UTC).timestamp() * 1e3) - now_ms

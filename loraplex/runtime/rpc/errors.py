@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # Of `requests` and `tokens`: the maximum of a caller's limit, what is left, and the seconds until its window ends.
-RateLimits = Mapping[str, tuple[int, int, float]]
+RateLimits = Mapping[str, tuple[float, float, float]]
 
 
 class CallError(Exception):

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from google.protobuf.message import Message
@@ -168,7 +169,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Message):
         return _shown_time(value) if value.ByteSize() else ""
-    return [str(one)[:100] for one in list(value)[:_ENTRIES]]
+    entries = value if not hasattr(value, "items") else (f"{name}: {one}" for name, one in value.items())
+    return [" ".join(str(one).split())[:100] for one in islice(entries, _ENTRIES)]
 
 
 def _shown_time(value: Any) -> str:

@@ -208,7 +208,9 @@ PERMISSIONS: Mapping[str, Permission] = {
         "loraplex.admin.v1.PlanService",
         {
             "SetPlan": _WRITE_PLANS.recorded(
-                *(f"plan.{field.name}" for field in Plan.DESCRIPTOR.fields), answer=("plan.etag",)
+                *(f"plan.{field.name}" for field in Plan.DESCRIPTOR.fields if field.name != "prices"),
+                *("plan.prices.currency", "plan.prices.of"),
+                answer=("plan.etag",),
             ),
             "DeletePlan": _WRITE_PLANS.recorded("name"),
             "GetPlan": _READ_PLANS,

@@ -30,6 +30,7 @@ from redis.exceptions import ResponseError
 
 from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import LEDGER
+from loraplex.contracts.plans import money
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.quotas.quotas import NO_FACTS, Facts
 from loraplex.runtime.telemetry.logging import LogOnce
@@ -162,6 +163,8 @@ def event_of(fields: dict[bytes, bytes]) -> dict[str, Any]:
         value = fields.get(name, b"")
         return int(value) if value.isdigit() and len(value) < 16 else 0
 
+    money_part = {"cost": money(number(b"cost"))} if facts.currency else {}
+    facts_part = {name: value for name, value in msgspec.structs.asdict(facts).items() if name != "currency" or value}
     return {
         "specversion": "1.0",
         "id": fields.get(b"id", b"").decode(errors="replace"),
@@ -171,10 +174,12 @@ def event_of(fields: dict[bytes, bytes]) -> dict[str, Any]:
         "time": datetime.fromtimestamp(number(b"at_ms") / 1e3, UTC).isoformat(timespec="milliseconds"),
         "datacontenttype": "application/json",
         "data": {
-            **msgspec.structs.asdict(facts),
+            **facts_part,
             "input_tokens": number(b"input"),
-            "cached_tokens": min(facts.cached_tokens, number(b"input")),
+            # One that another version of the ledger has added lacks them.
+            "cached_tokens": number(b"cached") if b"cached" in fields else min(facts.cached_tokens, number(b"input")),
             "output_tokens": number(b"output"),
+            **money_part,
         },
     }
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,43 @@ async def test_a_refusal_says_which_limit_is_reached_and_until_when(
         assert re.fullmatch(r"1m0s|\d+s", headers["x-ratelimit-reset-requests"])
         assert 0 < int(headers["x-ratelimit-remaining-tokens"]) < 900
         assert 1 <= int(headers["retry-after"]) <= 61
+
+
+async def test_fifty_calls_at_once_at_a_budget_of_one_pass_as_one_with_its_warning(
+    cluster: Cluster, client: Client, eventually: Eventually
+) -> None:
+    """At two routers: the budget is reserved as tokens are, and what is left of it and the warning stand in headers."""
+    store, asked = cluster.local.store, {"messages": MESSAGES, "model": "hash", "max_tokens": 2}
+    await set_plans(store, "[prices]\nhash = [1000, 1000, 0]\n[tenants.spender]\nbudget_per_month = 9\n")
+    spender = client.with_options(default_headers={"x-loraplex-tenant": "spender"}, max_retries=0)
+    thrifty = client.with_options(default_headers={"x-loraplex-tenant": "thrifty"}, max_retries=0)
+    left = [Decimal(9), Decimal(9)]
+
+    async def has_prices() -> bool:
+        for _ in range(2):
+            answer = await spender.chat.completions.with_raw_response.create(**asked)
+            left.append(Decimal(answer.headers.get("x-ratelimit-remaining-budget", "9")))
+        return left[-3] > left[-2] > left[-1]
+
+    await eventually(has_prices)
+    cost = left[-2] - left[-1]  # of a call
+    budgets = f"budget_per_month = {cost}\nbudget_warning = {cost / 2}"
+    await set_plans(store, f"[tenants.thrifty]\n{budgets}\n[tenants.spender]\nbudget_per_month = 8.5\n")
+
+    async def have_read() -> bool:
+        calls = [spender.chat.completions.with_raw_response.create(**asked) for _ in range(3)]
+        return {one.headers["x-ratelimit-limit-budget"] for one in await asyncio.gather(*calls)} == {"8.5"}
+
+    await eventually(have_read)  # both routers
+    calls = (thrifty.chat.completions.with_raw_response.create(**asked) for _ in range(50))
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    refusals = [one for one in ends if isinstance(one, openai.RateLimitError)]
+    assert len(refusals) == 49
+    assert all(one.response.headers["x-ratelimit-limit-budget"] == f"{cost:f}" for one in refusals)
+    assert all("budget_per_month" in one.message for one in refusals)
+    (passed,) = (one for one in ends if not isinstance(one, BaseException))
+    assert passed.headers["x-ratelimit-remaining-budget"] == "0"
+    assert passed.headers["x-ratelimit-limit-budget-warning"] == f"{cost / 2:f}"
 
 
 async def test_a_chat_with_the_tools_of_any_mcp_server_is_answered(client: Client) -> None:

@@ -17,7 +17,7 @@ from loraplex.contracts.broker.functions import Library, shipped_functions
 from loraplex.contracts.broker.keys import LEDGER
 from loraplex.contracts.broker.ledger import Ledger
 from loraplex.router.dispatch.routed_job import RoutedJob
-from loraplex.router.quotas.quotas import CallBudget, Quotas, rates_of
+from loraplex.router.quotas.quotas import CallBudget, Facts, Quotas, rates_of
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, Unavailable
 from tests.accounts import account_of
 from tests.plans_file import plans_in
@@ -26,6 +26,9 @@ from tests.router.recording_link import RecordingLink, frame, job
 # A ledger that has lost data is closed for a moment, not for seconds.
 LIBRARY = Library(shipped_functions(RECOVERY_MS=20))
 New = Callable[..., Quotas]
+# Nano-units for a token of input, of cached input and of output.
+PRICES = "[prices]\ntiny = [150, 75, 600]\n"
+TINY = Facts(model="tiny")
 
 
 class Store:
@@ -57,9 +60,9 @@ def store() -> Store:
 def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> New:
     """Make the quotas of a router; the tenant acme has the limits given."""
 
-    def make(table: str = "tenants.acme", **limits: int) -> Quotas:
+    def make(table: str = "tenants.acme", prices: str = "", **limits: float) -> Quotas:
         path = tmp_path / "plans.toml"
-        path.write_text(f"[{table}]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()))
+        path.write_text(f"[{table}]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()) + prices)
         accounts: Any = store
         return Quotas(Ledger(redis, LIBRARY), plans_in(path), store=accounts)
 
@@ -357,17 +360,19 @@ async def test_a_plan_bounds_what_one_request_may_ask_for(new: New) -> None:
         # A small limit leaves room for one: its prompt has two tokens.
         ({"tokens_per_day": 100}, 1, 98),
         ({"tokens_per_month": 100, "output_tokens_per_minute": 90}, 1, 90),
+        ({"budget_per_month": 0.0000405}, 1, 66),
+        ({"budget_per_month": 0.24}, 1, 25_000),
         ({"tokens_per_day": 100}, 4, 24),
         ({"tokens_per_day": 2}, 1, 1),
     ],
 )
 async def test_an_answer_without_a_maximum_leaves_room_for_others(new: New, plan: Any, n: int, most: int) -> None:
-    quotas = new(**plan)
+    quotas = new(prices=PRICES, **plan)
     asked = job(max_tokens=30_000, n=n)
     bounded = quotas.apply_plan(asked, is_open_ended=True)
     assert bounded.stopping.max_tokens == most
     if plan.get("tokens_per_day") != 2:
-        await quotas.reserve("acme", len(bounded.prompt_ids), n * most)
+        await quotas.reserve("acme", len(bounded.prompt_ids), n * most, facts=TINY)
     if "context_tokens" not in plan:
         assert quotas.apply_plan(asked) == asked
 
@@ -440,3 +445,45 @@ async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
     resumed.settle()
     await with_key.drain(5.0)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [102, 32]
+
+
+async def test_a_budget_holds_and_is_charged_the_cost_of_tokens(new: New, redis: Redis) -> None:
+    quotas = new(prices=PRICES, budget_per_month=0.00003)  # 30,000 nano-units
+    budget = await quotas.reserve("acme", 2, 40, facts=TINY)
+    assert budget is not None
+    assert (await account_of(redis, "acme"))["held_month_cost"] == 2 * 150 + 40 * 600
+    with pytest.raises(Exhausted) as refused:
+        await quotas.reserve("acme", 2, 10, facts=TINY)
+    assert refused.value.subject == "tenants/acme/quotas/budget_per_month"
+    assert "budget_per_month is 3e-05" in refused.value.message
+    begun(budget, 3)
+    budget.jobs[0].cached_tokens = 1
+    await budget.settle()
+    account = await account_of(redis, "acme")
+    assert (account["month_cost"], account["held_month_cost"]) == (150 + 75 + 3 * 600, 0)
+    assert await quotas.reserve("acme", 2, 10, facts=TINY)
+
+
+async def test_fifty_calls_at_once_at_two_routers_within_a_budget_of_one_more(new: New, redis: Redis) -> None:
+    limits = {"budget_per_month": 2 * 24_300 / 1e9}
+    first, second = new(prices=PRICES, **limits), new(prices=PRICES, **limits)
+    spent = await first.reserve("acme", 2, 40, facts=TINY)
+    assert spent is not None
+    begun(spent, 40)
+    await spent.settle()
+    calls = [quotas.reserve("acme", 2, 40, facts=TINY) for quotas in (first, second) for _ in range(25)]
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(one, CallBudget) for one in ends) == 1
+    assert {one.subject for one in ends if isinstance(one, Exhausted)} == {"tenants/acme/quotas/budget_per_month"}
+    account = await account_of(redis, "acme")
+    assert account["month_cost"] + account["held_month_cost"] == 2 * 24_300
+
+
+async def test_a_warning_alone_keeps_the_account_and_refuses_nothing(new: New, redis: Redis) -> None:
+    quotas = new(prices=PRICES, budget_warning=0.00001)
+    for _ in range(3):
+        budget = await quotas.reserve("acme", 2, 40, facts=TINY)
+        assert budget is not None
+        begun(budget, 40)
+        await budget.settle()
+    assert (await account_of(redis, "acme"))["month_cost"] == 3 * (2 * 150 + 40 * 600)

@@ -205,3 +205,10 @@ def test_a_charge_with_facts_that_no_router_has_written_is_reported(facts: str) 
         {b"id": b"r:0", b"input": b"3", b"output": b"2", b"at_ms": b"?", b"facts": facts.encode("latin-1")}
     )
     assert (event["data"]["input_tokens"], event["data"]["output_tokens"], event["data"]["key"]) == (3, 2, "")
+
+
+def test_an_event_has_its_cost_to_the_nano_unit_where_there_are_prices() -> None:
+    charge = {b"id": b"r:0", b"input": b"12", b"cached": b"5", b"output": b"60", b"cost": b"37425", b"at_ms": b"1"}
+    data = event_of({**charge, b"facts": b'{"tenant":"acme","currency":"EUR","cached_tokens":9}'})["data"]
+    assert (data["cached_tokens"], data["cost"], data["currency"]) == (5, "0.000037425", "EUR")
+    assert not {"cost", "currency"} & event_of({**charge, b"facts": b'{"tenant":"acme"}'})["data"].keys()

@@ -3,20 +3,18 @@ local ledger = {}
 
 local LEDGER, DAY_MS, MINUTE_MS = 'lp:{ledger}:', 86400000, 60000
 local STATE, ROUTERS, USAGE = LEDGER .. 'state', LEDGER .. 'routers', LEDGER .. 'usage'
--- What an account counts, each in a window.
+-- What an account counts, each in a window. Under held_ and the name of a count is what open reservations hold beside it.
 local COUNTS = {streams = 'ever', requests = 'minute', input_tokens = 'minute', output_tokens = 'minute',
-  day_tokens = 'day', month_tokens = 'month'}
--- Under held_ and the name of a count is what open reservations hold beside it.
-local ACCOUNT = {ever = 0, minute = 0, day = 0, month = 0, streams = 0, requests = 0, input_tokens = 0, output_tokens = 0,
-  day_tokens = 0, month_tokens = 0, held_streams = 0, held_requests = 0, held_input_tokens = 0, held_output_tokens = 0,
-  held_day_tokens = 0, held_month_tokens = 0}
+  minute_cost = 'minute', day_tokens = 'day', day_cost = 'day', month_tokens = 'month', month_cost = 'month'}
 -- All tokens count from the request's beginning. It is granted up to `input` and `output`; `used` is what its routers
 -- told, and that is charged; `billed` is what its events have, of which there are `events`. While it is open, `requests`,
 -- `streams` and the tokens that are not used are held in the accounts. It was resumed `resumes` times; its former holders
--- have sent `sent` output tokens.
+-- have sent `sent` output tokens. `cached` ones are of the input. The prices are those of its beginning, of a token.
 local RESERVATION = {id = '', holder = '', accounts = '', facts = '', at_ms = 0, open = false, requests = 0, input = 0,
-  output = 0, streams = 0, used_input = 0, used_output = 0, billed_input = 0, billed_output = 0, events = 0, resumes = 0,
-  sent = 0}
+  output = 0, streams = 0, used_input = 0, used_cached = 0, used_output = 0, billed_input = 0, billed_cached = 0,
+  billed_output = 0, events = 0, resumes = 0, sent = 0, input_price = 0, cached_price = 0, output_price = 0}
+-- Maximum of a count: numbers are exact below it, and the store takes no others.
+local MOST = 2 ^ 53 - 1
 -- A wait in ms that has no end.
 local NEVER_MS = 2 ^ 53
 -- Time in ms for which a reservation that has ended stays, so that a resumed request finds what it was charged; and an
@@ -100,29 +98,37 @@ end
 -- current one.
 function ledger.account_of(call, name)
   if call.accounts[name] then return call.accounts[name] end
-  local account, current = ledger.read(LEDGER .. 'account:' .. name, ACCOUNT), ledger.windows_of(call.now)
+  local account, current = ledger.read(LEDGER .. 'account:' .. name, {}), ledger.windows_of(call.now)
   for field, window in pairs(COUNTS) do
-    if account[window] < current[window] then account[field], account['held_' .. field] = 0, 0 end
+    local is_current = (account[window] or 0) >= current[window]
+    for _, count in ipairs({field, 'held_' .. field}) do account[count] = is_current and account[count] or 0 end
   end
   for window, place in pairs(current) do account[window] = place end
   account.name, call.accounts[name] = name, account
   return account
 end
 
-function ledger.amounts_of(requests, input, output, streams)
-  return {streams = streams, requests = requests, input_tokens = input, output_tokens = output,
-    day_tokens = input + output, month_tokens = input + output}
+-- Return the cost of tokens of a reservation, of whose input some were cached.
+function ledger.cost_of(r, input, cached, output)
+  return (input - cached) * r.input_price + cached * r.cached_price + output * r.output_price
+end
+
+-- Return what each count of an account gets for tokens of a reservation, whose input was computed but for `cached`.
+function ledger.amounts_of(r, requests, input, output, streams, cached)
+  local tokens, cost = input + output, ledger.cost_of(r, input, cached or 0, output)
+  return {streams = streams, requests = requests, input_tokens = input, output_tokens = output, day_tokens = tokens,
+    month_tokens = tokens, minute_cost = cost, day_cost = cost, month_cost = cost}
 end
 
 -- Add to counts of a reservation's accounts, to those of its windows that have not passed; `prefix` is held_ or
 -- nothing.
 function ledger.add(call, r, prefix, ...)
-  local amounts, began = ledger.amounts_of(...), ledger.windows_of(r.at_ms)
+  local amounts, began = ledger.amounts_of(r, ...), ledger.windows_of(r.at_ms)
   for name in string.gmatch(r.accounts, '%S+') do
     local account = ledger.account_of(call, name)
     for field, window in pairs(COUNTS) do
       if began[window] >= account[window] then
-        account[prefix .. field] = math.max(0, account[prefix .. field] + amounts[field])
+        account[prefix .. field] = math.min(MOST, math.max(0, account[prefix .. field] + amounts[field]))
       end
     end
     if prefix == '' then call.charged[name] = account end
@@ -151,30 +157,38 @@ function ledger.release(call, r)
 end
 
 -- Charge what is used of a reservation by now and was not told before, with the first tokens the request.
-function ledger.charge(call, r, used_input, used_output)
+function ledger.charge(call, r, used_input, used_cached, used_output)
   local input, output = math.max(0, used_input - r.used_input), math.max(0, used_output - r.used_output)
   if input + output == 0 then return end
+  local cached = math.min(input, math.max(0, used_cached - r.used_cached)) -- what was charged in full stays
   local is_first = r.used_input + r.used_output == 0
   ledger.hold(call, r, -1)
-  ledger.add(call, r, '', is_first and 1 or r.requests, input, output, 0)
+  ledger.add(call, r, '', is_first and 1 or r.requests, input, output, 0, cached)
   r.requests, r.used_input, r.used_output = 0, r.used_input + input, r.used_output + output
+  r.used_cached = r.used_cached + cached
   ledger.hold(call, r, 1)
 end
 
 -- Add the event of tokens that are charged.
-function ledger.bill(call, r, input, output)
+function ledger.bill(call, r, input, cached, output)
   if input + output <= 0 then return end
   if r.facts ~= '' then
-    call.events[#call.events + 1] = {'id', string.format('%s:%.0f', r.id, r.events), 'input', string.format('%.0f', input),
-      'output', string.format('%.0f', output), 'at_ms', string.format('%.0f', call.now), 'facts', r.facts}
+    local event = {'id', string.format('%s:%.0f', r.id, r.events), 'facts', r.facts}
+    local numbers = {input = input, cached = cached, output = output, cost = ledger.cost_of(r, input, cached, output),
+      at_ms = call.now}
+    for name, number in pairs(numbers) do
+      event[#event + 1], event[#event + 2] = name, string.format('%.0f', number)
+    end
+    call.events[#call.events + 1] = event
   end
   r.events = r.events + 1
 end
 
 -- Add the event of what is charged and no event has.
 function ledger.bill_used(call, r)
-  ledger.bill(call, r, math.max(0, r.used_input - r.billed_input), math.max(0, r.used_output - r.billed_output))
-  r.billed_input, r.billed_output = r.used_input, r.used_output
+  local input, output = math.max(0, r.used_input - r.billed_input), math.max(0, r.used_output - r.billed_output)
+  ledger.bill(call, r, input, math.min(input, math.max(0, r.used_cached - r.billed_cached)), output)
+  r.billed_input, r.billed_cached, r.billed_output = r.used_input, r.used_cached, r.used_output
 end
 
 -- End a reservation.
@@ -227,7 +241,7 @@ function ledger.refusal(call, r, needs, holds)
     if string.find(' ' .. r.accounts .. ' ', ' ' .. name .. ' ', 1, true) then own = holds[field] end
     -- A request that is resumed in time has its former place, or one of as many again.
     local room = (r.open and field == 'streams' and 2 * most or most) - account[field] - account['held_' .. field]
-    if needs[field] > own and needs[field] - own > room then
+    if limit_name ~= 'budget_warning' and needs[field] > own and needs[field] - own > room then
       local wait_ms = needs[field] > most and NEVER_MS or ledger.left_ms(call.now, COUNTS[field])
       if wait_ms > latest_ms then refused, latest_ms = {name, limit_name, wait_ms}, wait_ms end
     end
@@ -265,10 +279,13 @@ function ledger.reserve(packed)
     local used_output = math.max(r.used_output, received)
     -- With the prompt: an answer that has tokens, or asks for nothing more, began with it.
     local used_input = (used_output > 0 or asked.input == 0) and math.max(r.used_input, r.input) or r.used_input
-    ledger.charge(call, r, used_input, used_output)
+    ledger.charge(call, r, used_input, asked.used_cached, used_output)
     if r.open and r.accounts == asked.accounts then r.facts = asked.facts end
-  elseif received >= 0 then -- forgotten; its events have ids that no earlier ones have
-    r.used_output, r.billed_output, r.events = received, received, call.now
+  else
+    r.input_price, r.cached_price, r.output_price = asked.input_price, asked.cached_price, asked.output_price
+    if received >= 0 then -- forgotten; its events have ids that no earlier ones have
+      r.used_output, r.billed_output, r.events = received, received, call.now
+    end
   end
   -- What it needs from now on, and what it holds already. One that counts as another has what its client has as input.
   local is_another = received >= 0 and (not is_known or r.resumes >= FREE_RESUMES)
@@ -276,9 +293,9 @@ function ledger.reserve(packed)
   local input = math.max(0, asked.input - r.used_input)
   local output = math.max(0, asked.output - math.max(0, received))
   if is_another then input = asked.input > 0 and asked.input + received or 0 end
-  local needs = ledger.amounts_of((is_another or is_first) and 1 or 0, input, output, 1)
-  local holds = ledger.amounts_of(r.requests, math.max(0, r.input - r.used_input), math.max(0, r.output - r.used_output),
-    r.streams)
+  local needs = ledger.amounts_of(r, (is_another or is_first) and 1 or 0, input, output, 1)
+  local holds = ledger.amounts_of(r, r.requests, math.max(0, r.input - r.used_input),
+    math.max(0, r.output - r.used_output), r.streams)
   local refused = ledger.refusal(call, r, needs, holds)
   if refused then return call, {refused = refused, room = ledger.room_of(call), now = call.now} end
 
@@ -359,9 +376,12 @@ function ledger.take_over(call, told)
     ledger.release(call, r)
     for field in pairs(RESERVATION) do r[field] = told[field] end
     r.open, r.used_input, r.used_output = true, told.told_input, told.told_output -- these are charged
+    r.used_cached = told.told_cached
     if r.at_ms == 0 then r.at_ms = call.now end
     -- Another has ended it long ago, and added the event.
-    if not is_filling then r.billed_input, r.billed_output, r.events = r.used_input, r.used_output, call.now end
+    if not is_filling then
+      r.billed_input, r.billed_cached, r.billed_output, r.events = r.used_input, r.used_cached, r.used_output, call.now
+    end
     ledger.hold(call, r, 1)
   end
   call.reservations[r.id] = r
@@ -370,7 +390,8 @@ function ledger.take_over(call, told)
   if r.holder == told.holder then
     -- The record may be older than what was told.
     r.used_input, r.used_output = math.max(r.used_input, told.told_input), math.max(r.used_output, told.told_output)
-    ledger.charge(call, r, told.used_input, told.used_output)
+    r.used_cached = math.max(r.used_cached, told.told_cached)
+    ledger.charge(call, r, told.used_input, told.used_cached, told.used_output)
     if told.facts ~= '' then r.facts = told.facts end
     if told.streams < r.streams then -- its call has ended; it may be resumed
       ledger.hold(call, r, -1)
@@ -384,7 +405,7 @@ function ledger.take_over(call, told)
   if not told.open and told.used_output > r.sent then -- sent to a client that told less to another router
     local output = told.used_output - r.sent
     ledger.add(call, r, '', 0, 0, output, 0)
-    ledger.bill(call, r, 0, output)
+    ledger.bill(call, r, 0, 0, output)
     r.sent = told.used_output
   end
   return told.holder

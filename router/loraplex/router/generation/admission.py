@@ -243,9 +243,12 @@ class Admission:
 
     async def continuation_ids(
         self, request: Request, continuations: Sequence[str | tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-        """Return the ids of a request's prompt, and those of each continuation. Raises a CallError."""
-        model, _ = await self._resolve(request, await self.side_of(request))
+    ) -> tuple[tuple[int, ...], list[tuple[int, ...]], str, str]:
+        """Return the ids of a request's prompt, and of each continuation; the names of its model and revision.
+
+        Raises a CallError.
+        """
+        model, adapter = await self._resolve(request, await self.side_of(request))
         context = model.manifest.context_length
         prompt_ids = await self.prompt_ids(request)
         if not prompt_ids:
@@ -260,7 +263,7 @@ class Admission:
             if len(prompt_ids) + len(ending) > context:
                 size = f"{len(prompt_ids)} prompt tokens and its {len(ending)}"
                 raise context_exceeded(f"continuations[{index}]", size, context)
-        return prompt_ids, endings
+        return prompt_ids, endings, model.manifest.name, adapter.revision if adapter else ""
 
     async def _continue(
         self, request: Request, model: ServedModel, prompt_ids: tuple[int, ...], text: str, index: int

@@ -267,12 +267,12 @@ class Generation:
         return run, run.routed.reader
 
     @asynccontextmanager
-    async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[CallBudget | None]:
+    async def reserved(self, tenant: str, facts: Facts, prompt_tokens: int) -> AsyncGenerator[CallBudget | None]:
         """Reserve the tokens of a call of several jobs that make no new ones, and that is not resumed.
 
         A call that ends with a CallError is not charged: its client gets nothing of it.
         """
-        budget = await self.quotas.reserve(tenant, prompt_tokens, 0, facts=Facts(request_id=request_id))
+        budget = await self.quotas.reserve(tenant, prompt_tokens, 0, facts=facts)
         try:
             yield budget
             if budget is not None:

@@ -26,7 +26,7 @@ from loraplex.router.catalog.adapters import Classifier
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation
-from loraplex.router.quotas.quotas import CallBudget, rates_of
+from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, rates_of
 from loraplex.router.request import (
     EncodeRequest,
     PromptLogprobs,
@@ -99,7 +99,7 @@ class UnaryCalls:
         remaining_s = _countdown(deadline_s)
         jobs, classifier = await self._admission.admit_texts(request)
         prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
-        async with self._generation.reserved(request.tenant, jobs[0].request_id, prompt_tokens) as budget:
+        async with self._generation.reserved(request.tenant, NO_FACTS.of_job(jobs[0]), prompt_tokens) as budget:
 
             async def run(job: Job) -> tuple[T, RoutedJob]:
                 if (seconds := remaining_s()) is not None:
@@ -122,10 +122,11 @@ class UnaryCalls:
         request_id = request.request_id or secrets.token_hex(8)
         # All parts are on one side of a rollout.
         request = replace(request, request_id=request_id, session_id=request.session_id or request_id)
-        prompt_ids, endings = await self._admission.continuation_ids(request, continuations)
+        prompt_ids, endings, model, revision = await self._admission.continuation_ids(request, continuations)
+        facts = Facts(request_id=request_id, model=model, adapter_revision=revision)
         parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
         prompt_tokens = sum(len(prompt_ids) + len(ending) for ending in endings)
-        async with self._generation.reserved(request.tenant, request.request_id, prompt_tokens) as budget:
+        async with self._generation.reserved(request.tenant, facts, prompt_tokens) as budget:
 
             async def run(part: Request) -> tuple[ContinuationScore, Summary]:
                 return await self._score(part, remaining_s(), budget)

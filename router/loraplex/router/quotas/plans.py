@@ -10,7 +10,21 @@ from loraplex.contracts.broker.keys import is_key_account, key_account
 from loraplex.contracts.broker.ledger import COUNTS
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
-from loraplex.contracts.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, default_model, plan_name
+from loraplex.contracts.plans import (
+    BUDGET_FIELDS,
+    DEFAULT,
+    FIELDS,
+    FREE,
+    PRICES,
+    QUEUE_SHARE,
+    UNLIMITED,
+    Plan,
+    Price,
+    Prices,
+    default_model,
+    nano,
+    plan_name,
+)
 from loraplex.router.catalog.store_client import StoreChanges, StoreClient
 from loraplex.runtime.rpc.errors import Unavailable
 from loraplex.runtime.rpc.principal import known_caller
@@ -93,6 +107,11 @@ class Plans:
         """Return the limits that the ledger keeps in an account, by their fields of a plan."""
         return self._limits.get(account, {} if is_key_account(account) else self._default_limits)
 
+    def price_of(self, model: str, revision: str) -> tuple[str, Price]:
+        """Return the currency, and the price of a call's tokens; an empty one where the store has no prices."""
+        prices = self._plans.get(PRICES, UNLIMITED).prices
+        return (prices.currency, prices.of(model, revision)) if prices else ("", FREE)
+
     def weight_of(self, tenant: str) -> float:
         """Return a tenant's weight."""
         return self.of(tenant).weight or 1.0
@@ -123,7 +142,11 @@ class Plans:
 
 def _plan(message: plans_pb2.Plan) -> Plan:
     """Return a plan of the store."""
-    return Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+    plan = Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+    if not message.HasField("prices"):
+        return plan
+    prices = {name: Price(one.input, one.cached, one.output) for name, one in message.prices.of.items()}
+    return replace(plan, prices=Prices(message.prices.currency, prices))
 
 
 def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:
@@ -135,20 +158,22 @@ def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 
 def _limits(plan: Plan) -> Mapping[str, int]:
-    return {limit: most for limit in COUNTS if (most := getattr(plan, limit)) is not None}
+    limits = {limit: most for limit in COUNTS if (most := getattr(plan, limit)) is not None}
+    return {limit: nano(most) if limit in BUDGET_FIELDS else most for limit, most in limits.items()}
 
 
 # Number of open-ended answers, and fewest tokens of one, that a limit of tokens has room for at once.
 _OPEN_ENDED, _OPEN_ENDED_TOKENS = 16, 128
 
 
-def bounded(job: Job, plans: Iterable[Plan]) -> Job:
+def bounded(job: Job, plans: Iterable[Plan], price: Price = FREE) -> Job:
     """Return a job whose answers fit the plans' limits, and leave room for others like it where these are large."""
     most, prompt = job.stopping.max_tokens, len(job.prompt_ids)
     for plan in plans:
-        for limit, used in (
-            (plan.output_tokens_per_minute, 0), (plan.tokens_per_day, prompt), (plan.tokens_per_month, prompt)
-        ):  # fmt: skip
+        limits = [(plan.output_tokens_per_minute, 0), (plan.tokens_per_day, prompt), (plan.tokens_per_month, prompt)]
+        if plan.budget_per_month is not None and price.output:  # in tokens of an answer
+            limits.append((nano(plan.budget_per_month) // price.output, -(-prompt * price.input // price.output)))
+        for limit, used in limits:
             if limit is not None:
                 whole = (limit - used) // job.n
                 most = min(most, max(min(_OPEN_ENDED_TOKENS, whole), limit // _OPEN_ENDED // job.n))

@@ -36,6 +36,7 @@ from loraplex.contracts.broker.ledger import (
     Room,
 )
 from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.plans import BUDGET_FIELDS, NANO
 from loraplex.contracts.plans import LOOK_S as PLANS_LOOK_S
 from loraplex.router.catalog.store_client import StoreClient
 from loraplex.router.dispatch.dispatcher import Dispatcher
@@ -75,6 +76,8 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     # The revision's full name, or a weighted set's digest; empty for the base model.
     adapter_revision: str = ""
     cached_tokens: int = 0
+    # The currency of the event's cost; empty: there were no prices.
+    currency: str = ""
     # Time in seconds from the reservation to the end, at the router that ended it.
     seconds: float = 0.0
 
@@ -101,12 +104,18 @@ class UsageEvents(Protocol):
         """Send and write what waits within a timeout in seconds."""
 
 
+# Kinds of limits in answers; others are of tokens. A budget is in units of the currency.
+_KINDS = {"requests_per_minute": "requests", "budget_per_month": "budget", "budget_warning": "budget-warning"}
+
+
 def rates_of(answer: CallBudget | QuotaReachedError | None) -> RateLimits:
-    """Return the limits of requests and of tokens of which the ledger's answer leaves least."""
-    rates: dict[str, tuple[int, int, float]] = {}
+    """Return the limit of each kind of which the ledger's answer leaves least; a warning once nothing is left of it."""
+    rates: dict[str, tuple[float, float, float]] = {}
     for one in sorted(answer.room if answer else (), key=attrgetter("left")):
-        kind = "requests" if one.limit == "requests_per_minute" else "tokens"
-        rates.setdefault(kind, (one.most, one.left, round(one.ends_s, 3)))
+        kind, part = _KINDS.get(one.limit, "tokens"), NANO if one.limit in BUDGET_FIELDS else 1
+        if kind != "budget-warning" or not one.left:
+            most, left = (amount / part if part > 1 else amount for amount in (one.most, one.left))
+            rates.setdefault(kind, (most, left, round(one.ends_s, 3)))
     return rates
 
 
@@ -119,9 +128,10 @@ class CallBudget:
     # The tenant and the API key whose plans limit it, and these limits, by the ledger's account.
     owners: Sequence[Owner] = ()
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    # Output tokens that the client of a resumed request had, and input tokens that were charged before.
+    # Output tokens that the client of a resumed request had, input tokens that were charged before, and cached ones.
     received: int | None = None
     charged_input: int = 0
+    cached_before: int = 0
     jobs: list[RoutedJob] = field(default_factory=list)
     # Counts the output tokens that the client got, from the request's first one. None: it got nothing by now, as of a
     # call without a stream, which is made again where its router dies.
@@ -166,7 +176,8 @@ class CallBudget:
             computed = [one for one in self.jobs if self._is_charged(one, ended=ended)]
             prompts = sum(len(routed.job.prompt_ids) for routed in computed) + (self.received or 0)
             used_input = self.charged_input + (prompts if computed else 0)
-            self.reservation.use(min(used_input, self.reservation.input), self.delivered() if self.delivered else 0)
+            used_output = self.delivered() if self.delivered else 0
+            self.reservation.use(min(used_input, self.reservation.input), used_output, self._cached_tokens())
             self.reservation.facts = self.encoded_facts()
         return self.reservation
 
@@ -179,15 +190,17 @@ class CallBudget:
             return self.delivered is not None and routed.first_token_at is not None
         return routed.first_token_at is not None or (ended and routed.claimed_at is not None)
 
+    def _cached_tokens(self) -> int:
+        """Return how much of the prompts a prefix cache had, of a resumed request at its beginning."""
+        return self.cached_before or sum(routed.cached_tokens for routed in self.jobs)
+
     def encoded_facts(self) -> str:
         """Return the facts as a reservation has them."""
         if self.facts is None:
             return ""
         facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
-        # A resumed request has those of its beginning.
-        cached = facts.cached_tokens or sum(routed.cached_tokens for routed in self.jobs)
         seconds = time.monotonic() - self.began_at
-        facts = msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4))
+        facts = msgspec.structs.replace(facts, cached_tokens=self._cached_tokens(), seconds=round(seconds, 4))
         return msgspec.json.encode(facts).decode()
 
 
@@ -225,7 +238,8 @@ class Quotas:
         """
         owners = self._plans.owners(job.tenant, calling_key())
         if is_open_ended:
-            job = bounded(job, [owner.plan for owner in owners])
+            _, price = self._plans.price_of(job.model, job.adapter.revision if job.adapter else "")
+            job = bounded(job, [owner.plan for owner in owners], price)
         for owner in owners:
             for name, size, most in (
                 ("context_tokens", job.tokens, owner.plan.context_tokens),
@@ -289,15 +303,17 @@ class Quotas:
         """Return a call's budget, which is not granted yet; None for a call without limits."""
         owners = self._plans.owners(tenant, calling_key())
         limits = {owner.account: one for owner in reversed(owners) if (one := self._plans.limits_of(owner.account))}
-        call_facts = None
+        call_facts, (currency, price) = None, self._plans.price_of(facts.model, facts.adapter_revision)
         if self._usage is not None:  # the ledger is where usage is counted
-            call_facts = msgspec.structs.replace(facts, tenant=tenant, key=calling_key())
+            call_facts = msgspec.structs.replace(facts, tenant=tenant, key=calling_key(), currency=currency)
             limits = {tenant: {}, **limits}
         if not limits:
             return None
         reservation_id, received = resumed or ("", None)
         asked = Reservation(reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens)
-        budget = CallBudget(asked, self, owners, limits, received, facts=call_facts)
+        asked.input_price, asked.cached_price, asked.output_price = price.input, price.cached, price.output
+        asked.used_cached = facts.cached_tokens
+        budget = CallBudget(asked, self, owners, limits, received, cached_before=facts.cached_tokens, facts=call_facts)
         asked.facts = budget.encoded_facts()
         return budget
 
