@@ -97,16 +97,17 @@ TESTS.releases := adapter_store/releases clients/test_releases.py
 TESTS.engine_protocols := router/api e2e/gateway/test_engine_protocol.py
 TESTS.encoders := worker/engine/encoder
 TESTS.model_tools := worker/engine/gguf worker/engine/quantized/test_copy.py worker/engine/evaluation
+TESTS.audit_export := audit_export
 TESTS.issuers := issuers
 TESTS.kernels := worker/engine/linear worker/engine/test_cpu_attention.py worker/engine/test_cpu_lora.py
-$(foreach room,contracts cli gateway issuers operator releases transfers,$(eval BELOW.$(room) := runtime))
+$(foreach room,audit_export contracts cli gateway issuers operator releases transfers,$(eval BELOW.$(room) := runtime))
 $(foreach room,router worker adapter_store,$(eval BELOW.$(room) := contracts))
 $(foreach room,encoders model_tools,$(eval BELOW.$(room) := worker))
 BELOW.usage_events := router
 
 # Tests that start no cluster and no model; of ROOM all of its own.
 ROOM ?=
-FAST_TESTS := artifacts adapter_store broker grammars issuers router rpc simulation telemetry tenancy worker/io
+FAST_TESTS := artifacts adapter_store audit_export broker grammars issuers router rpc simulation telemetry tenancy worker/io
 FAST := $(if $(ROOM),$(addprefix tests/,$(TESTS.$(ROOM)) $(TESTS.$(BELOW.$(ROOM)))),$(wildcard tests/test_*.py) $(addprefix tests/,$(FAST_TESTS)))
 
 # Lint and tests run at the same time, because mypy without a cache uses one core for a minute.

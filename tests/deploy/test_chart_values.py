@@ -249,6 +249,21 @@ def test_monitors_keep_releases_apart_and_dashboards_come_as_config_maps() -> No
     }
 
 
+def test_audit_logs_go_where_the_values_say() -> None:
+    env = "[0].name=OTEL_EXPORTER_OTLP_LOGS_ENDPOINT"
+    manifests = valid(
+        render("restricted", ("credentials.audit=otlp", f"router.env{env}", "router.env[0].value=http://c:1"))
+    )
+    containers = {
+        one["metadata"]["name"]: container
+        for one, pod in pods_of(manifests)
+        for container in pod["containers"]
+        if "--audit=otlp" in (container.get("command") or [])
+    }
+    kinds = {name.split("-")[1] for name in containers}
+    assert kinds == {"router", "store", "worker"}
+
+
 def test_alerts_have_the_objectives_of_the_values(tmp_path: Path) -> None:
     objectives = {"availability": 0.9995, "firstToken": {"share": 0.95, "seconds": 2.5}}
     values = yaml.safe_load((CHART / "examples" / "laptop.yaml").read_text())

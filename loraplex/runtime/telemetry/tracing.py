@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # imported by `set_up_tracing`: without traces a tenth of a process's start would be for nothing
     from opentelemetry.context import Context
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.trace import Span, Tracer
 
 TRACEPARENT = "traceparent"
@@ -82,15 +83,11 @@ def set_up_tracing(process: str, environ: Mapping[str, str]) -> Spans:
         return Spans()
     # The SDK takes a fifth of a second to import.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    resource = Resource.create({})
-    if not (environ.get("OTEL_SERVICE_NAME") or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")):
-        resource = resource.merge(Resource({"service.name": f"loraplex-{process}"}))
     exporter = OTLPSpanExporter()
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider = TracerProvider(resource=resource_of(process, environ), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
 
     def close() -> None:
@@ -103,6 +100,15 @@ def set_up_tracing(process: str, environ: Mapping[str, str]) -> Spans:
             ending.join(CLOSE_S)
 
     return Spans(provider.get_tracer("loraplex"), close)
+
+
+def resource_of(process: str, environ: Mapping[str, str]) -> Resource:
+    """Return what telemetry names a process by: the environment's attributes, and its service's name."""
+    from opentelemetry.sdk.resources import Resource
+
+    if environ.get("OTEL_SERVICE_NAME") or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+        return Resource.create({})
+    return Resource.create({}).merge(Resource({"service.name": f"loraplex-{process}"}))
 
 
 def traceparent_of(span: Span | None) -> str:

@@ -11,7 +11,7 @@ moved is found by the record after it, unless all later ones were written anew a
     FILE.000000000001  a full file before it, named by its first record; the chain goes on from file to file
 
 A line that a crash has cut is taken out at the next start, and the chain goes on with a record of that. On the standard
-output, `-`, each start of the process begins another chain.
+output, `-`, and at a collector, `otlp`, each start of the process begins another chain.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,12 @@ TEXT_CHARACTERS = 500
 _LINE_BYTES = 64 * 1024
 # Maximum bytes of a file's end in which its last record is looked for; a record has fewer.
 _TAIL_BYTES = 1024 * 1024
-STDOUT = "-"
-FILE_HELP = "file that the audit log is appended to; -: the standard output (docs/guides/security.md)"
+STDOUT, OTLP = "-", "otlp"
+FILE_HELP = (
+    "file that the audit log is appended to; -: the standard output; otlp: a collector (docs/guides/security.md)"
+)
+# The module that sends records to a collector, at the edge.
+EXPORT = "loraplex.audit_export.otlp"
 
 
 class AuditFileError(StartError):
@@ -110,6 +115,7 @@ class AuditCounts:
     def __init__(self, meters: Meters) -> None:
         self.records: Counter = meters.counter("audit_records", "Records that were written to the audit log.")
         self.lost: Counter = meters.counter("audit_records_lost", "Records that the audit log had no room for.")
+        self.failed: Counter = meters.counter("audit_writes_failed", "Writes of the audit log that are tried again.")
 
 
 class AuditLog:
@@ -119,7 +125,8 @@ class AuditLog:
     """
 
     def __init__(self, path: str, process: str, counts: AuditCounts, *, file_bytes: int = FILE_BYTES) -> None:
-        self._path, self._to_stdout = Path(path), path == STDOUT
+        self._path, self._is_file = Path(path), path not in {STDOUT, OTLP}
+        self._exporter = import_module(EXPORT).Exporter(process, counts) if path == OTLP else None
         self._process, self._counts, self._file_bytes = process, counts, file_bytes
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._lost = 0
@@ -168,13 +175,15 @@ class AuditLog:
         self._close_file()
 
     def _close_file(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
         if self._file != -1:
             os.close(self._file)
 
     def _open(self) -> bytes:
         """Open the file and find the record that the next one follows; return the bytes of a line without its end."""
-        if self._to_stdout:
-            self._file, self._size, self.head = os.dup(1), 0, BEGINNING
+        if not self._is_file:
+            self._file, self._size, self.head = -1 if self._exporter else os.dup(1), 0, BEGINNING
             return b""
         try:
             self._file = _opened(self._path)
@@ -208,6 +217,7 @@ class AuditLog:
                 self._append(batch)
                 once.reset()
             except OSError as error:
+                self._counts.failed.inc()
                 once(f"audit records wait: --audit {self._path}: {error.strerror}")
                 if self._closing.is_set():
                     log.error("%d audit records are lost", len(batch))
@@ -227,7 +237,7 @@ class AuditLog:
 
     def _append(self, batch: list[Mapping[str, Any]]) -> None:
         """Write records and wait until the disk has them: all of them, or none where it raises OSError."""
-        if not self._to_stdout:
+        if self._is_file:
             if self._torn:
                 os.ftruncate(self._file, self._size)
             if self._size >= self._file_bytes or not self._is_in_place():
@@ -236,15 +246,21 @@ class AuditLog:
         for record in batch:
             line, head = record_line(head, record)
             lines += line
+        if self._exporter is not None:
+            self._exporter.send(bytes(lines))
+        else:
+            self._write(lines)
+        self.head, self._size = head, self._size + len(lines)
+        self._counts.records.inc(len(batch))
+
+    def _write(self, lines: bytearray) -> None:
         self._torn = True
         unwritten = memoryview(lines)
         while unwritten:
             unwritten = unwritten[os.write(self._file, unwritten) :]
-        if not self._to_stdout:
+        if self._is_file:
             os.fsync(self._file)
         self._torn = False
-        self.head, self._size = head, self._size + len(lines)
-        self._counts.records.inc(len(batch))
 
     def _is_in_place(self) -> bool:
         """Tell whether the open file is the one of the path: who moves it away may remove it soon."""

@@ -20,7 +20,7 @@ from loraplex.runtime.telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEV
 from loraplex.runtime.telemetry.metrics import PORT_HELP
 from loraplex.runtime.tenancy.access import AccessSettings
 from loraplex.runtime.tenancy.api_keys import STALE_S
-from loraplex.runtime.tenancy.audit_log import FILE_HELP, STDOUT
+from loraplex.runtime.tenancy.audit_log import FILE_HELP, OTLP, STDOUT
 from loraplex.runtime.tenancy.guard import is_loopback, is_tenant
 
 # Engine protocols and their modules, at the edge; and the tenant of calls that name none: that of the command.
@@ -142,7 +142,7 @@ class Settings(AccessSettings):
         if number == 1:
             return self
         own: dict[str, Any] = {name: port + number - 1 for name in _OWN_PORTS if (port := getattr(self, name) or 0) > 0}
-        files = {name: Path(path) for name in _OWN_FILES if (path := getattr(self, name))}
+        files = {name: Path(path) for name in _OWN_FILES if (path := getattr(self, name)) not in {"", OTLP}}
         own |= {name: str(path.with_name(f"{number}-{path.name}")) for name, path in files.items()}
         return replace(self, **own)
 
