@@ -6,14 +6,15 @@ A plan's name is `default`, `tenants/acme` or `keys/0123456789abcdef`. The one n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from decimal import Decimal
+from fnmatch import fnmatchcase
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.contracts.artifacts.names import check_base_name, parse_adapter_name
+from loraplex.contracts.artifacts.names import SHARED, AdapterName, check_base_name, parse_adapter_name
 from loraplex.runtime.rpc.errors import InvalidField
 
 # Interval in seconds between a router's looks for changes: one holds within a second.
@@ -87,8 +88,16 @@ class Plan:
     uploads_at_once: int | None = None
     # Base model of a call that names none; None: the one of the tenant's plan, then of `default`.
     default_model: str | None = None
+    # Base models and adapters that calls may use, where `*` stands for any characters; None: all, NOTHING alone: none.
+    allowed_models: tuple[str, ...] | None = None
+    allowed_adapters: tuple[str, ...] | None = None
     # Of the plan PRICES alone.
     prices: Prices | None = None
+
+    def allows(self, field: str, *names: str) -> bool:
+        """Tell whether a field allows what has one of the names."""
+        patterns: tuple[str, ...] | None = getattr(self, field)
+        return patterns is None or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 UNLIMITED = Plan()
@@ -100,6 +109,10 @@ BUDGET_FIELDS = frozenset({"budget_per_month", "budget_warning"})
 REAL_FIELDS = BUDGET_FIELDS | {"queue_share", "weight"}
 # Fields that are names.
 NAME_FIELDS = frozenset({"default_model"})
+# Fields that are lists of names, and the entry that no name is like; maximum characters of a list: a message has the
+# plans of 1,000 tenants.
+LIST_FIELDS = frozenset({"allowed_models", "allowed_adapters"})
+NOTHING, _LIST_CHARACTERS = "-", 1_500
 # Minimum and maximum weight of a tenant or a key: what is counted in tokens over the weight stays exact.
 WEIGHTS = (0.001, 1_000.0)
 
@@ -151,25 +164,51 @@ def default_model(*plans: Plan) -> str:
     return next((plan.default_model for plan in plans if plan.default_model), "")
 
 
+def names_of(adapter: AdapterName, tenant: str) -> tuple[str, ...]:
+    """Return the names that a tenant's plan may give an adapter: a short one too if it is the tenant's or shared."""
+    return (str(adapter), *([adapter.adapter] if adapter.tenant in {tenant, SHARED} else []))
+
+
+def plan_of(values: Mapping[str, Any]) -> Plan:
+    """Return the plan of values that were checked."""
+    lists: dict[str, Any] = {field: tuple(values[field]) for field in LIST_FIELDS & values.keys()}
+    return Plan(**{**values, **lists})
+
+
 def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
     """Return the plan with these values. Raises InvalidField; `name` is what the field's path begins with."""
     for field, value in values.items():
         path = f"{name}.{field}"
         if field not in FIELDS:
             raise InvalidField(path, f"not a field of a plan ({', '.join(sorted(FIELDS))})")
-        if field in NAME_FIELDS:
+        if field in NAME_FIELDS | LIST_FIELDS:
             try:
-                check_base_name(value if isinstance(value, str) else repr(value))
+                _check_names(field, value)
             except ArtifactError as error:
                 raise InvalidField(path, error.message) from error
             continue
         if why := _why_refused(field, value):
             raise InvalidField(path, f"{value!r} is not {why}")
-    plan = Plan(**values)
+    plan = plan_of(values)
     warning, budget = plan.budget_warning, plan.budget_per_month
     if warning is not None and budget is not None and warning >= budget:
         raise InvalidField(f"{name}.budget_warning", f"{warning} is not below budget_per_month, {budget}")
+    if plan.default_model and not plan.allows("allowed_models", plan.default_model):
+        raise InvalidField(f"{name}.default_model", f"{plan.default_model} is not among allowed_models; add it there")
     return plan
+
+
+def _check_names(field: str, value: Any) -> None:
+    """Raise ArtifactError where a value is not the name, or the names, that a field takes."""
+    if field in NAME_FIELDS:
+        check_base_name(value if isinstance(value, str) else repr(value))
+    elif isinstance(value, str) or not isinstance(value, Sequence) or {*map(type, value)} != {str}:
+        raise ArtifactError(field, f"{value!r} is not a list of names")
+    elif len(" ".join(value)) > _LIST_CHARACTERS:
+        raise ArtifactError(field, f"is longer than {_LIST_CHARACTERS:,} characters; * in a name stands for any")
+    else:
+        for name in {one.replace("*", "x") for one in value} - {NOTHING}:
+            check_base_name(name) if field == "allowed_models" else parse_adapter_name(name, SHARED)
 
 
 def _why_refused(field: str, value: Any) -> str:

@@ -114,7 +114,7 @@ async def test_an_adapter_has_so_many_aliases_and_no_more(ready: Client) -> None
         await ready.call("SetAlias", pb.SetAliasRequest(adapter="support", alias="b", digest=digest))
 
 
-async def list_all(client: Client, page_size: int, **fields: str) -> list[list[str]]:
+async def list_all(client: Client, page_size: int, **fields: Any) -> list[list[str]]:
     """Names by page."""
     pages, token = list[list[str]](), ""
     while True:

@@ -26,6 +26,14 @@ async def test_limits_are_set_one_by_one(store: str) -> None:
     shown = json.loads(await plans(store, "show", "tenants/acme", "--json"))
     assert shown == {"name": "tenants/acme", "etag": shown["etag"], "tokens_per_day": 0, "adapters": 20, **MODEL}
     assert "adapters" in await plans(store, "show", "tenants/acme")
+    lists = await plans(store, "set", "tenants/acme", "allowed_models=Qwen/*,tiny", "allowed_adapters=a", "adapters=")
+    assert "allowed_models=Qwen/*,tiny allowed_adapters=a" in lists
+    await plans(store, "set", "tenants/acme", "allowed_models=Qwen/*", "allowed_adapters=")
+    shown = json.loads(await plans(store, "show", "tenants/acme", "--json"))
+    assert shown == {**shown, "allowed_models": ["Qwen/*"], **MODEL}
+    assert "allowed_adapters" not in shown
+    with pytest.raises(Exception, match="default_model: large is not among allowed_models"):
+        await plans(store, "set", "tenants/acme", "default_model=large")
     assert [one["name"] for one in json.loads(await plans(store, "list", "--json"))] == ["tenants/acme"]
     assert "deleted tenants/acme" in await plans(store, "delete", "tenants/acme")
     assert json.loads(await plans(store, "list", "--json")) == []

@@ -38,6 +38,16 @@ def test_the_page_has_every_field() -> None:
             {"budget_per_month": 100, "budget_warning": 100.0},
             "budget_warning: 100.0 is not below budget_per_month, 100",
         ),
+        ({"allowed_models": "qwen"}, "allowed_models: 'qwen' is not a list of names"),
+        ({"allowed_models": 5}, "allowed_models: 5 is not a list of names"),
+        ({"allowed_models": []}, "allowed_models: [] is not a list of names"),
+        ({"allowed_models": ["qwen", 5]}, "allowed_models: ['qwen', 5] is not a list of names"),
+        ({"allowed_models": ["qwen", ""]}, "allowed_models: '' is not allowed"),
+        ({"allowed_models": ["../*"]}, "allowed_models: '../x' is not allowed"),
+        ({"allowed_adapters": ["support@live"]}, "allowed_adapters: 'support@live' is not allowed"),
+        ({"allowed_adapters": ["tenants/acme/support"]}, "allowed_adapters: 'tenants/acme/support' is not a name like"),
+        ({"allowed_adapters": ["a" * 100] * 15}, "allowed_adapters: is longer than 1,500 characters"),
+        ({"default_model": "large", "allowed_models": ["qwen*"]}, "default_model: large is not among allowed_models"),
     ],
 )
 def test_a_fault_is_named(values: dict[str, Any], message: str) -> None:
@@ -59,3 +69,10 @@ def test_the_price_of_an_adapter_comes_before_its_models() -> None:
     assert prices.of("org/base", f"tenants/acme/adapters/other/revisions/{digest}") == base
     assert prices.of("org/base", digest) == base  # a weighted set
     assert (prices.of("org/base", ""), prices.of("other", "")) == (base, Price())
+
+
+def test_a_list_may_have_patterns_and_full_names_or_nothing() -> None:
+    lists = {"allowed_models": ["Qwen/*", "tiny"], "allowed_adapters": ["support-*", "tenants/shared/adapters/x"]}
+    plan = make_plan("default", {"default_model": "Qwen/Qwen3-0.6B", **lists})
+    assert (plan.allowed_models, plan.allowed_adapters) == tuple(map(tuple, lists.values()))
+    assert not make_plan("default", {"allowed_adapters": ["-"]}).allows("allowed_adapters", "a")

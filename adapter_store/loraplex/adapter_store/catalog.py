@@ -95,7 +95,7 @@ class Catalog:
         self.changes = database.adapter_changes
         self._data = data
         self.deleted = deleted
-        self._quotas = quotas
+        self.quotas = quotas
         self._releases = releases
 
     def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision, Candidate | None]:
@@ -173,7 +173,7 @@ class Catalog:
         with self._database.reading() as rows:
             row = find_adapter(rows, name)
             _check(row, name, base_model, etag)
-            self._quotas.check_room(rows, name.tenant, key_id, new_adapter=row is None, coming=1)
+            self.quotas.check_room(rows, name.tenant, key_id, new_adapter=row is None, coming=1)
 
     def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
         """Keep an upload as a revision and move its alias; returns True for a new revision.
@@ -205,7 +205,7 @@ class Catalog:
                 row = adapter_row(rows, name)
             created = _insert_revision(rows, row["id"], new, now)
             if created:
-                self._quotas.check_room(rows, name.tenant, new.key_id, new_adapter=new_adapter, coming=0)
+                self.quotas.check_room(rows, name.tenant, new.key_id, new_adapter=new_adapter, coming=0)
             moved = new.alias is not None and self._set_alias(rows, row["id"], new.alias, sent.name.digest)
             if created or moved:
                 touch(rows, row["id"], now)
@@ -330,7 +330,7 @@ class Catalog:
         with suppress(Exhausted):  # their revisions are deleted; their bytes are freed later
             self.deleted.purge()
             for tenant in tenants:
-                if (most_bytes := self._quotas.plans.of(tenant).adapter_bytes) is not None:
+                if (most_bytes := self.quotas.plans.of(tenant).adapter_bytes) is not None:
                     self.deleted.trim(tenant, most_bytes)
 
 

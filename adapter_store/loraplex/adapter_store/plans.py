@@ -20,7 +20,7 @@ from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.adapter_store.records import Row, Rows, marks
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
-from loraplex.contracts.artifacts.names import SHARED, check_tenant
+from loraplex.contracts.artifacts.names import SHARED, AdapterName, check_tenant
 from loraplex.contracts.plans import (
     DEFAULT,
     FIELDS,
@@ -32,6 +32,7 @@ from loraplex.contracts.plans import (
     check_prices,
     default_model,
     make_plan,
+    names_of,
     plan_name,
 )
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, NotFound
@@ -109,6 +110,11 @@ class StoredPlans:
         everybody = self._plans.get(DEFAULT)
         plans = (self.of_key(key_id), self.of(tenant), everybody.plan if everybody else None)
         return default_model(*(plan or UNLIMITED for plan in plans))
+
+    def allows_adapter(self, tenant: str, key_id: str, adapter: AdapterName) -> bool:
+        """Tell whether the plans of a tenant and an API key allow calls to use an adapter."""
+        names = names_of(adapter, tenant)
+        return all(plan.allows("allowed_adapters", *names) for plan in (self.of(tenant), self.of_key(key_id)))
 
     def get(self, name: str) -> NamedPlan:
         """Return a plan. Raises NotFound."""
@@ -248,10 +254,8 @@ def _from_pb(message: pb.Plan) -> Plan:
 
 
 def _to_pb(named: NamedPlan) -> pb.Plan:
-    message = pb.Plan(name=named.name, etag=named.etag)
-    for field in FIELDS:
-        if (value := getattr(named.plan, field)) is not None:
-            setattr(message, field, value)
+    values = {field: value for field in FIELDS if (value := getattr(named.plan, field)) is not None}
+    message = pb.Plan(name=named.name, etag=named.etag, **values)
     if named.plan is not None and (prices := named.plan.prices) is not None:
         of = {name: pb.Price(**asdict(price)) for name, price in prices.prices.items()}
         message.prices.CopyFrom(pb.Prices(currency=prices.currency, of=of))

@@ -288,6 +288,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             lambda adapter: (adapter.name.tenant, adapter.name.adapter),
             size,
         )
+        if request.usable:
+            allows = partial(self._catalog.quotas.plans.allows_adapter, tenant, caller().key_id)
+            page = [one for one in page if allows(parse_adapter_name(one.name, tenant))]
         return pb.ListAdaptersResponse(adapters=page, next_page_token=token)
 
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:

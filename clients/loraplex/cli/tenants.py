@@ -28,7 +28,7 @@ from loraplex.cli.terminal import (
     say,
 )
 from loraplex.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
-from loraplex.contracts.plans import FIELDS, NAME_FIELDS, PRICES, REAL_FIELDS, Prices, make_plan
+from loraplex.contracts.plans import FIELDS, LIST_FIELDS, NAME_FIELDS, PRICES, REAL_FIELDS, Prices, make_plan
 from loraplex.runtime.rpc.errors import InvalidField
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from loraplex.admin.v1 import keys_pb2, plans_pb2
 
 plans = typer.Typer(no_args_is_help=True, help="Read and change what tenants and API keys may use. For operators.")
+
+# The value of a field of a plan.
+LimitValue = float | str | list[str]
 
 NameArgument = Annotated[str, typer.Argument(metavar="PLAN", help="default, tenants/TENANT, keys/KEYID or prices.")]
 KeysDirOption = Annotated[
@@ -72,7 +75,8 @@ def set_(
         list[str],
         typer.Argument(
             metavar="LIMIT=VALUE...",
-            help=f"Limits to set, of {', '.join(FIELDS)} (a name); LIMIT= without a value removes one.",
+            help=f"Limits to set, of {', '.join(FIELDS)}; the last are names, "
+            "or lists of them with commas. LIMIT= without a value removes one.",
         ),
     ],
     store: StoreOption = STORE,
@@ -82,7 +86,7 @@ def set_(
 
     [bold]loraplex plans set tenants/acme tokens_per_day=2000000 concurrent_streams=50[/]
 
-    [bold]loraplex plans set keys/0123456789abcdef weight=3 queue_share=0.25 adapters=10[/]
+    [bold]loraplex plans set keys/0123456789abcdef weight=3 allowed_models=qwen allowed_adapters=support,sales-*[/]
     """
     plan = _set(_service(store), name, dict(map(_read_limit, limits)))
     if as_json:
@@ -98,13 +102,15 @@ def delete(name: NameArgument, store: StoreOption = STORE) -> None:
     say(f"deleted {name}")
 
 
-def _read_limit(text: str) -> tuple[str, float | str | None]:
+def _read_limit(text: str) -> tuple[str, LimitValue | None]:
     """Read LIMIT=VALUE; None: the limit is removed."""
     field, equals, value = text.partition("=")
     if field not in FIELDS or not equals:
         raise CommandError(f"{text}: write LIMIT=VALUE, LIMIT one of {', '.join(FIELDS)}")
     if not value:
         return field, None
+    if field in LIST_FIELDS:
+        return field, value.split(",")
     if field in NAME_FIELDS:  # the store says which names are allowed
         return field, value
     try:
@@ -116,11 +122,14 @@ def _read_limit(text: str) -> tuple[str, float | str | None]:
     return field, number
 
 
-def _set_limits(plan: plans_pb2.Plan) -> dict[str, float | str]:
-    return {field.name: value for field, value in plan.ListFields() if field.name in FIELDS}
+def _set_limits(plan: plans_pb2.Plan) -> dict[str, LimitValue]:
+    values = {field.name: value for field, value in plan.ListFields() if field.name in FIELDS}
+    return {name: list(value) if name in LIST_FIELDS else value for name, value in values.items()}
 
 
-def _text(value: float | str) -> str:
+def _text(value: LimitValue) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
@@ -141,7 +150,7 @@ def _service(store: str) -> Service:
     return Service("store", store, "admin.v1.plans")
 
 
-def _set(service: Service, name: str, limits: Mapping[str, float | str | None]) -> plans_pb2.Plan:
+def _set(service: Service, name: str, limits: Mapping[str, LimitValue | None]) -> plans_pb2.Plan:
     """Change a plan as it was read, and return it; the store refuses that if it has changed meanwhile."""
     from loraplex.admin.v1 import plans_pb2
     from loraplex_client import NotFoundError
@@ -153,10 +162,10 @@ def _set(service: Service, name: str, limits: Mapping[str, float | str | None]) 
             raise
         plan = plans_pb2.Plan(name=name)
     for field, value in limits.items():
-        if value is None:
-            plan.ClearField(field)
-        else:
-            setattr(plan, field, value)
+        plan.ClearField(field)
+        if value is not None:
+            fields: dict[str, Any] = {field: value}
+            plan.MergeFrom(plans_pb2.Plan(**fields))
     answer: plans_pb2.Plan = service.ask("SetPlan", plan=plan).plan
     return answer
 
@@ -176,7 +185,7 @@ class TenantSpec:
     """A tenant as a file names it; `plan` None: the file says nothing of its plan."""
 
     name: str
-    plan: Mapping[str, float | str] | None
+    plan: Mapping[str, LimitValue] | None
     keys: tuple[KeySpec, ...]
     adapters: tuple[AdapterDirectory, ...]
 

@@ -381,7 +381,8 @@ async def _models(call: HttpCall) -> list[dict[str, Any]]:
         served = {model.name for model in bases}
         adapters = []
         with suppress(PermissionDeniedError):  # a key of the scope generate, which may name adapters, not list them
-            adapters = [adapter for adapter in await call.caller.store.list() if adapter.base_model in served]
+            usable = await call.caller.store.list(usable=True)
+            adapters = [adapter for adapter in usable if adapter.base_model in served]
         # A tenant's own adapter hides a shared one of the same name.
         entries += {model["id"]: model for model in map(_adapter, sorted(adapters, key=_is_own))}.values()
     return entries

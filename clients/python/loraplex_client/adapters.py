@@ -173,9 +173,13 @@ class StoreCalls:
         return _pushed(response)
 
     @method
-    def list(self, tenant: str = "") -> Script[tuple[Adapter, ...]]:
-        """Return the adapters that the caller may use: its own and the shared ones, or those of one `tenant`."""
-        request = adapters_pb2.ListAdaptersRequest(parent=f"tenants/{tenant}" if tenant else "", page_size=PAGE_SIZE)
+    def list(self, tenant: str = "", *, usable: bool = False) -> Script[tuple[Adapter, ...]]:
+        """Return the adapters that the caller may use: its own and the shared ones, or those of one `tenant`.
+
+        With `usable` only those that its plans allow in requests (allowed_adapters).
+        """
+        parent = f"tenants/{tenant}" if tenant else ""
+        request = adapters_pb2.ListAdaptersRequest(parent=parent, page_size=PAGE_SIZE, usable=usable)
         messages = yield from pages("ListAdapters", request, lambda page: page.adapters)
         return tuple(resource_of(Adapter, message) for message in messages)
 

@@ -200,7 +200,8 @@ class Router:
         self.store = StoreClient(settings.store, self.tls, settings.store_away_s)
         self.plans = Plans(self.store)
         self.models = Models(self.store, servers.cells, settings.queue_limits, seals=self.seals)
-        self.models.default_model, self.models.scales_from_zero = self.plans.default_model, settings.scale_from_zero
+        self.models.default_model, self.models.refusal = self.plans.default_model, self.plans.refusal
+        self.models.scales_from_zero = settings.scale_from_zero
         self.models.use_generation_config = settings.generation_config == "auto"
         self.models.unset_max_tokens = settings.default_max_tokens
         self.reach = RelayReach(metrics)

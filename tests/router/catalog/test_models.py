@@ -25,7 +25,7 @@ from loraplex.contracts.options import StoppingParams
 from loraplex.router.catalog.cells import GONE_S, LOOK_S, CellServer, LiveWorkers, connect_cells
 from loraplex.router.catalog.models import Models
 from loraplex.router.catalog.store_client import Manifest, RegisteredModel
-from loraplex.runtime.rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
+from loraplex.runtime.rpc.errors import InvalidField, Mismatch, NotFound, PermissionDenied, Unavailable
 from loraplex.runtime.rpc.tasks import every
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
@@ -138,6 +138,22 @@ async def test_a_call_without_a_model_means_the_default_one_or_the_only_one(redi
     router.models.default_model = lambda: "missing"
     with pytest.raises(NotFound, match="missing"):
         router.models.get("")
+
+
+async def test_a_call_without_a_model_means_the_only_one_that_its_plans_allow(redis: Redis) -> None:
+    router = await following(redis)
+    router.store.names = ("tiny", "large")
+    await router.models.look_at_store()
+    router.models.refusal = lambda name, _: None if name == "large" else PermissionDenied(name)
+    assert [model.manifest.name for model in router.models.allowed] == ["large"]
+    assert router.models.get("").manifest.name == "large"
+    for name in ("tiny", "missing"):
+        with pytest.raises(PermissionDenied, match=name):
+            router.models.get(name)
+    alone = await following(redis)
+    alone.models.refusal = router.models.refusal
+    with pytest.raises(PermissionDenied, match="tiny"):
+        alone.models.get("")
 
 
 @pytest.mark.parametrize("loss", ["loses its data", "restarts empty"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextvars import copy_context
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loraplex.contracts.broker.messages import AdapterRef, WeightedRef
 from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
 from loraplex.contracts.plans import Plan
 from loraplex.router.quotas.plans import Plans
@@ -69,6 +72,47 @@ def test_the_default_model_is_the_keys_the_tenants_or_everybodys(path: Path) -> 
         defaults[tenant, key] = context.run(plans.default_model)
     assert list(defaults.values()) == ["Qwen/Qwen3-0.6B", "small", "small", "large", "large", "large"]
     assert plans.limits_of("acme") == {}
+
+
+def _ref(*adapters: str) -> AdapterRef:
+    """A reference to an adapter, or to a weighted set."""
+    digest = "sha256:" + "0" * 64
+    refs = [AdapterRef(f"tenants/{name}/revisions/{digest}", digest, 1, 1) for name in adapters]
+    parts = tuple(WeightedRef(ref, 1) for ref in refs)
+    return refs[0] if len(refs) == 1 else replace(refs[0], revision=digest, parts=parts)
+
+
+def test_a_call_may_use_what_its_keys_plan_and_its_tenants_allow(path: Path) -> None:
+    path.write_text(
+        '[tenants.acme]\nallowed_models = ["Qwen/*", "tiny"]\n'
+        'allowed_adapters = ["sales-*", "tenants/shared/adapters/x"]\n'
+        '[keys.k1]\nallowed_models = ["tiny"]\n[keys.k2]\nallowed_adapters = ["-"]\n'
+    )
+    plans = plans_in(path)
+
+    def refused(model: str, adapter: AdapterRef | None = None, key: str = "", tenant: str = "acme") -> str:
+        context = copy_context()
+        context.run(set_caller, Principal("x", frozenset(), CredentialKind.API_KEY, tenant=tenant, key_id=key))
+        refusal = context.run(plans.refusal, model, adapter)
+        return refusal.message if refusal else ""
+
+    allowed: list[Any] = [
+        ("Qwen/a",),
+        ("tiny",),
+        ("tiny", _ref("acme/adapters/sales-eu")),
+        ("tiny", _ref("shared/adapters/x")),
+    ]
+    assert [refused(*one) for one in [*allowed, ("tiny", _ref("shared/adapters/sales-us"))]] == [""] * 5
+    of_acme = "allowed_models of the plan of acme: Qwen/*, tiny"
+    assert refused("large") == refused("large", key="k2") == f"large is not among {of_acme}"
+    assert refused("Qwen/a", key="k1") == "Qwen/a is not among allowed_models of the plan of API key k1: tiny"
+    sales = "allowed_adapters of the plan of acme: sales-*, tenants/shared/adapters/x"
+    # The second: another tenant's, which it has granted; the third: the second part of a weighted set.
+    for adapter in ("acme/adapters/support", "globex/adapters/sales-eu", "acme/adapters/x"):
+        assert refused("tiny", _ref(adapter)) == f"tenants/{adapter} is not among {sales}"
+        assert refused("tiny", _ref("acme/adapters/sales-eu", adapter)) == f"tenants/{adapter} is not among {sales}"
+    assert refused("tiny", _ref("acme/adapters/sales-eu"), key="k2").endswith("plan of API key k2: -")
+    assert refused("large", tenant="other") == refused("large", tenant="") == ""
 
 
 def test_a_key_may_have_a_share_of_its_tenants_queue_and_a_weight(path: Path) -> None:

@@ -427,9 +427,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return await self.prompts.run(tenant, len(request.token_ids), detokenize)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """List the base models."""
+        """List the base models that the caller may use."""
         configs = {}
-        for m in self.models.served if request.tokenizer_config else ():
+        for m in self.models.allowed if request.tokenizer_config else ():
             tell = partial(tokenizer_config, m.manifest.files, m.tokenizer.chat)
             configs[m.manifest.name] = await self.prompts.in_turn(calling_tenant(), tell)
         return pb.ListModelsResponse(
@@ -444,6 +444,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     max_rank=max((state.max_rank for state in self.models.serving(m.manifest.name)), default=0),
                     tokenizer_config=configs.get(m.manifest.name, ""),
                 )
-                for m in self.models.served
+                for m in self.models.allowed
             ],
         )

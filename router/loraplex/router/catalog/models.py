@@ -15,7 +15,7 @@ from loraplex.contracts.artifacts.names import sha256_bytes, sha256_json
 from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.keys import Keys
 from loraplex.contracts.broker.liveness import Liveness
-from loraplex.contracts.broker.messages import Job, WorkerPhase, WorkerState
+from loraplex.contracts.broker.messages import AdapterRef, Job, WorkerPhase, WorkerState
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.terms import QueueLimits
 from loraplex.router.catalog.cells import ANSWER_S, CellKey, CellServer, LiveWorkers
@@ -201,6 +201,8 @@ class Models:
         self._log_once = LogOnce(log)
         # Tells which model the current call means where it names none; empty: the only one.
         self.default_model: Callable[[], str] = lambda: ""
+        # Returns the error of the current call where its plans do not allow a model or an adapter.
+        self.refusal: Callable[[str, AdapterRef | None], CallError | None] = lambda model, adapter: None
         # False: requests get nothing of what models' files say of sampling.
         self.use_generation_config = True
         # Maximum tokens of answers whose requests set none; 0: no maximum.
@@ -211,9 +213,11 @@ class Models:
     def get(self, name: str) -> ServedModel:
         """Return the live revision of the model of that name; without one of the caller's default, or the only one.
 
-        Raises NotFound, InvalidField or Unavailable.
+        Raises NotFound, InvalidField, PermissionDenied or Unavailable.
         """
         if name := name or self.default_model():
+            if refusal := self.refusal(name, None):
+                raise refusal
             if name not in self._served and not self.listed:
                 raise Unavailable("the registered base models are still being read", reason="NO_MODEL")
             if name not in self._served:
@@ -221,12 +225,12 @@ class Models:
             return self._served[name]
         if not self._served:
             raise Unavailable("no base model is registered yet", reason="NO_MODEL")
-        if len(self._served) > 1:
+        names = [model.manifest.name for model in self.allowed] or sorted(self._served)
+        if len(names) > 1:
             raise InvalidField(
-                "model",
-                f"name one of {', '.join(sorted(self._served))} (or have an operator set default_model in a plan)",
+                "model", f"name one of {', '.join(names)} (or have an operator set default_model in a plan)"
             )
-        return next(iter(self._served.values()))
+        return self.get(names[0])
 
     def queue_of(self, name: str, cell: str) -> JobQueue:
         """Return the queue of a model that is served, or was, in a cell."""
@@ -236,6 +240,11 @@ class Models:
     def served(self) -> list[ServedModel]:
         """Return the served models' live revisions, by name."""
         return [self._served[name] for name in sorted(self._served)]
+
+    @property
+    def allowed(self) -> list[ServedModel]:
+        """Return those of them that the plans of the current call allow."""
+        return [model for model in self.served if self.refusal(model.manifest.name, None) is None]
 
     def revisions(self, name: str) -> list[ServedModel]:
         """Return the revisions of a served model that calls may use: the live one, then others that workers have."""

@@ -300,7 +300,12 @@ class Admission:
         return await self._as_adapted(model, request.tenant, adapter), adapter
 
     async def _as_adapted(self, model: ServedModel, tenant: str, adapter: AdapterRef | None) -> ServedModel:
-        """Return the model as an adapter's settings change it: its tokens, ends, template and default max_tokens."""
+        """Return the model as an adapter's settings change it: its tokens, ends, template and default max_tokens.
+
+        Raises PermissionDenied where the caller's plans do not allow the two.
+        """
+        if refusal := self.models.refusal(model.manifest.name, adapter):
+            raise refusal
         settings = await self.configs.of(tenant, adapter)
         tokenizer, config = model.tokenizer.with_tokens(settings.tokens), model.generation_config
         ends = (tokenizer.added_token(end) if isinstance(end, str) else end for end in settings.ends)

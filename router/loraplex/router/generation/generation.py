@@ -236,6 +236,7 @@ class Generation:
         """Take over the request's run, or admit it. Without an await in between the run is to be read."""
         run = await self._runs.find(request.tenant, request.request_id, request.fingerprint)
         if run is not None:
+            self.quotas.check_allowed(run.job)
             reader = run.routed.replace_reader(_taken_over(request))
             if run.suits(resumption) and not self._draining:
                 run.routed.limit(deadline_s)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from loraplex.admin.v1 import plans_pb2
+from loraplex.contracts.artifacts.names import parse_revision_name
 from loraplex.contracts.broker.keys import is_key_account, key_account
 from loraplex.contracts.broker.ledger import COUNTS
-from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.messages import AdapterRef, Job
 from loraplex.contracts.broker.terms import NO_KEY, KeyTerms
 from loraplex.contracts.plans import (
     BUDGET_FIELDS,
@@ -22,11 +23,13 @@ from loraplex.contracts.plans import (
     Price,
     Prices,
     default_model,
+    names_of,
     nano,
     plan_name,
+    plan_of,
 )
 from loraplex.router.catalog.store_client import StoreChanges, StoreClient
-from loraplex.runtime.rpc.errors import Unavailable
+from loraplex.runtime.rpc.errors import PermissionDenied, Unavailable
 from loraplex.runtime.rpc.principal import known_caller
 
 
@@ -42,6 +45,11 @@ class Owner:
     def name(self) -> str:
         """Return the plan's name."""
         return plan_name(self.tenant, self.key_id)
+
+    @property
+    def holder(self) -> str:
+        """Return whose it is, in words."""
+        return f"API key {self.key_id}" if self.key_id else self.tenant
 
     @property
     def account(self) -> str:
@@ -99,9 +107,27 @@ class Plans:
 
         Raises as `owners` does.
         """
+        return default_model(*(owner.plan for owner in self._caller()), self._default)
+
+    def _caller(self) -> list[Owner]:
+        """Return whose plans the current call must fit; nobody's where it concerns no tenant."""
         principal = known_caller()
-        owners = self.owners(principal.tenant, principal.key_id) if principal and principal.tenant else []
-        return default_model(*(owner.plan for owner in owners), self._default)
+        return self.owners(principal.tenant, principal.key_id) if principal and principal.tenant else []
+
+    def refusal(self, model: str, adapter: AdapterRef | None = None) -> PermissionDenied | None:
+        """Return the error of the current call where its plans do not allow the model or the adapter; None: they do."""
+        refs = [] if adapter is None else [part.adapter for part in adapter.parts] or [adapter]
+        for owner in self._caller():
+            named = refs if owner.plan.allowed_adapters is not None else []
+            adapters = [parse_revision_name(ref.revision).adapter_name for ref in named]
+            used = [*(("allowed_adapters", names_of(name, owner.tenant)) for name in adapters)]
+            used.append(("allowed_models", (model,)))
+            for field, names in used:
+                if not owner.plan.allows(field, *names):
+                    allowed = ", ".join(getattr(owner.plan, field))
+                    message = f"{names[0]} is not among {field} of the plan of {owner.holder}: {allowed}"
+                    return PermissionDenied(message, "NOT_IN_PLAN")
+        return None
 
     def limits_of(self, account: str) -> Mapping[str, int]:
         """Return the limits that the ledger keeps in an account, by their fields of a plan."""
@@ -142,7 +168,7 @@ class Plans:
 
 def _plan(message: plans_pb2.Plan) -> Plan:
     """Return a plan of the store."""
-    plan = Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+    plan = plan_of({field.name: value for field, value in message.ListFields() if field.name in FIELDS})
     if not message.HasField("prices"):
         return plan
     prices = {name: Price(one.input, one.cached, one.output) for name, one in message.prices.of.items()}

@@ -251,9 +251,14 @@ class Quotas:
             job = job if ceiling is None or job.priority <= ceiling else replace(job, priority=ceiling)
         return job
 
+    def check_allowed(self, job: Job) -> None:
+        """Raise PermissionDenied where the plans of the current call do not allow what a job uses."""
+        if refusal := self._plans.refusal(job.model, job.adapter):
+            raise refusal
+
     def _refusal(self, owner: Owner, limit: str, why: str, wait_ms: int | None = None) -> Exhausted:
         """Count a call that a limit refuses; return its error. Without `wait_ms` waiting does not help."""
-        label, named = (f"key_{limit}", f"API key {owner.key_id}") if owner.key_id else (limit, owner.tenant)
+        label, named = f"key_{limit}" if owner.key_id else limit, owner.holder
         self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(owner.tenant), label).inc()
         most = getattr(owner.plan, limit)
         if wait_ms is None:
