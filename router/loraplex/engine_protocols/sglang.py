@@ -30,6 +30,7 @@ from loraplex.contracts.artifacts.generation_config import GENERATION_CONFIG, Ge
 from loraplex.contracts.artifacts.names import SHARED
 from loraplex.contracts.broker.commands import Verb
 from loraplex.contracts.broker.messages import WorkerState
+from loraplex.engine_protocols.block_feed import BlockFeed
 from loraplex.engine_protocols.sglang_messages import (
     EngineAnswer,
     KvEventBatches,
@@ -44,8 +45,8 @@ from loraplex.router.api.request_telemetry import RequestRecord
 from loraplex.router.api.service import InferenceService
 from loraplex.router.catalog.models import asking_redis
 from loraplex.router.catalog.store_client import Manifest
-from loraplex.router.dispatch.block_feed import BlockFeed
 from loraplex.router.dispatch.dispatcher import Dispatcher
+from loraplex.router.dispatch.relay import RelayService
 from loraplex.runtime.rpc.errors import InvalidField, Mismatch, NotBuilt, PositionGone
 from loraplex.runtime.rpc.interceptors import Context, Handler, Interceptor, Method, wrapped
 from loraplex.runtime.rpc.principal import CredentialKind, caller, calling_tenant, set_caller
@@ -188,7 +189,7 @@ class SglangScheduler:
         inference: InferenceService,
         dispatcher: Dispatcher,
         commands: AdapterCommands,
-        block_feed: BlockFeed,
+        relay: RelayService,
         adapter: str,
         waits_for: Callable[[], str],
     ) -> None:
@@ -199,7 +200,7 @@ class SglangScheduler:
         self._adapter = adapter
         self._waits_for = waits_for
         self._commands = commands
-        self._block_feed = block_feed
+        relay.block_feed = self._block_feed = BlockFeed(relay.links)
         self._began, self._started_at = time.monotonic(), Timestamp()
         self._started_at.GetCurrentTime()
         self._tokenizers = TokenizerFiles()

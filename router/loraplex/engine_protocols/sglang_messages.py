@@ -23,10 +23,10 @@ from smg_grpc_proto import sglang_scheduler_pb2 as engine
 from smg_grpc_proto.generated import common_pb2 as common
 
 from loraplex.contracts.options import LOGIT_BIASES, FinishReason, TokenLogprobs
+from loraplex.engine_protocols.block_feed import MOST_AT_ONCE, BlockEvent, FollowedBlock
 from loraplex.router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, check_most, read_spec
 from loraplex.router.api.encoding import read_embed
 from loraplex.router.catalog.models import Models
-from loraplex.router.dispatch.block_feed import MOST_AT_ONCE, BlockEvent, FollowedBlock
 from loraplex.router.generation.chat_format import behind_open_block
 from loraplex.router.request import DEFAULT_MAX_TOKENS, Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
 from loraplex.router.text.chat import REASONING

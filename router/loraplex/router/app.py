@@ -289,8 +289,8 @@ class Router:
         self.public.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
         self.public.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
         if settings.engine_protocol:
-            feed, adapter = self.relay_service.block_feed, settings.engine_adapter
-            parts = inference, dispatcher, self.commands, feed, adapter, self._waits_for
+            relay, adapter = self.relay_service, settings.engine_adapter
+            parts = inference, dispatcher, self.commands, relay, adapter, self._waits_for
             self.public.add(_engine_protocol(settings).SglangScheduler(*parts).register)
         return generation
 
@@ -369,7 +369,8 @@ class Router:
     async def _drain(self) -> None:
         """Take no new calls; after --drain-s end those that still run, which are resumed at another router."""
         self.metrics.health.stop()
-        self.relay_service.block_feed.stop()
+        if self.relay_service.block_feed is not None:
+            self.relay_service.block_feed.stop()
         await asyncio.sleep(ACCEPT_S)
         stopping = asyncio.create_task(self.public.stop(self.settings.drain_s + HAND_OVER_S))
         await asyncio.wait({stopping}, timeout=self.settings.drain_s)

@@ -237,10 +237,10 @@ async def test_a_renewed_certificate_is_used_for_the_next_stream(
     async with linked(own) as (links, _), relaying(redis, tls_files(tmp_path, "loraplex://router/r")) as relay:
         links.follow([relay.address])
         await until(lambda: links.live == (relay.address,))
-        first = next(iter(relay.service._links)).worker
+        first = next(iter(relay.service.links)).worker
         CA.write(tmp_path, "worker-gpu", CA.issue("loraplex://worker/gpu", HOSTS))
         relay.service.close()
-        await until(lambda: any(link.worker is not first for link in relay.service._links))
+        await until(lambda: any(link.worker is not first for link in relay.service.links))
         assert own.version == 1
 
 

@@ -15,13 +15,12 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
-from loraplex.router.dispatch.block_feed import BlockFeed
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import WorkerLink, read_frame
 from loraplex.router.metrics import RouterMetrics
@@ -72,7 +71,7 @@ class WorkerForgets:
     """
 
     def __init__(self, links: Collection[WorkerLink], answer_s: float = FORGET_S) -> None:
-        self._links = links
+        self.links = links
         self._answer_s = answer_s
         self._numbers = count(1)
         # By the worker's incarnation and the question's number.
@@ -80,7 +79,7 @@ class WorkerForgets:
 
     async def ask(self, incarnation: str, tenant: str) -> pb.Forgotten:
         """Return a worker's answer; one with an error where it gives none."""
-        link = next((one for one in self._links if one.incarnation == incarnation), None)
+        link = next((one for one in self.links if one.incarnation == incarnation), None)
         if link is None:
             return pb.Forgotten(error="it has no link to this router")
         number = next(self._numbers)
@@ -152,6 +151,22 @@ class RelayCredentials:
         self._refused(CONNECT, worker, error, peer)
 
 
+class BlockFollower(Protocol):
+    """What follows the prefix caches of linked workers; loraplex.engine_protocols.block_feed at the edge is one."""
+
+    def up(self, link: WorkerLink) -> None:
+        """Follow a worker whose link has come up."""
+
+    def down(self, link: WorkerLink) -> None:
+        """Forget the blocks of a worker whose link has broken."""
+
+    def changed(self, link: WorkerLink, changes: pb.BlockChanges) -> None:
+        """Take a worker's changes."""
+
+    def stop(self) -> None:
+        """End all subscriptions: the router stops."""
+
+
 class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityServiceServicer):
     """Turns the workers' messages into calls of the dispatcher."""
 
@@ -169,9 +184,9 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         self._pace_limits = pace_limits or PaceLimits()
         self._credentials = credentials
         self._interval_ms = self._pace_limits.interval_ms(1)
-        self._links: set[WorkerLink] = set()
-        self.forgets = WorkerForgets(self._links)
-        self.block_feed = BlockFeed(self._links)
+        self.links: set[WorkerLink] = set()
+        self.forgets = WorkerForgets(self.links)
+        self.block_feed: BlockFollower | None = None
 
     def add_to(self, server: Server) -> None:
         """Serve the relay, and the router's id."""
@@ -180,7 +195,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
 
     def close(self) -> None:
         """End every stream, after the messages that are still to be sent."""
-        for link in self._links:
+        for link in self.links:
             link.close()
 
     async def Identify(self, request: pb.IdentifyRequest, context: object) -> pb.IdentifyResponse:
@@ -201,28 +216,30 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         link = WorkerLink(hello.hello.worker_id, hello.hello.incarnation, worker, peer)
         self._dispatcher.link_up(link, self._attempts(link, hello.hello.holds))
         reader = asyncio.create_task(self._read(link, request_iterator))
-        self._links.add(link)
+        self.links.add(link)
         self._links_changed()
         link.pace(self._interval_ms)
-        self.block_feed.up(link)
+        if self.block_feed is not None:
+            self.block_feed.up(link)
         try:
             yield pb.ConnectResponse(welcome=pb.Welcome(proof=proof))
             async for message in link.messages():
                 yield message
         finally:
             reader.cancel()
-            self._links.discard(link)
+            self.links.discard(link)
             self._links_changed()
-            self.block_feed.down(link)
+            if self.block_feed is not None:
+                self.block_feed.down(link)
             self._dispatcher.link_down(link)
 
     def _links_changed(self) -> None:
         """Count the links, and tell every worker the interval between its messages where their number changes it."""
-        self._metrics.links.set(len(self._links))
-        interval_ms = self._pace_limits.interval_ms(len(self._links))
+        self._metrics.links.set(len(self.links))
+        interval_ms = self._pace_limits.interval_ms(len(self.links))
         if interval_ms != self._interval_ms:
             self._interval_ms = interval_ms
-            for link in self._links:
+            for link in self.links:
                 link.pace(interval_ms)
 
     async def _read(self, link: WorkerLink, requests: AsyncIterator[pb.ConnectRequest]) -> None:
@@ -243,7 +260,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
                         self._dispatcher.receive_claims(link, self._attempts(link, request.claims.jobs))
                     case "forgotten":
                         self.forgets.answered(link.incarnation, request.forgotten)
-                    case "block_changes":
+                    case "block_changes" if self.block_feed is not None:
                         self.block_feed.changed(link, request.block_changes)
         except grpc.aio.UsageError:  # the stream ended while it was read: so a worker's death looks
             log.info("worker %s: its relay stream broke", link.worker_id)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from loraplex.engine_protocols import block_feed
+from loraplex.engine_protocols.block_feed import BlockFeed, BlockSubscription
 from loraplex.relay.v1 import relay_pb2 as pb
-from loraplex.router.dispatch import block_feed
-from loraplex.router.dispatch.block_feed import BlockFeed, BlockSubscription
 from loraplex.router.dispatch.links import WorkerLink
 from loraplex.runtime.rpc.errors import CallError
 
