@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -106,13 +106,17 @@ class StoredAccounts:
 
 
 class AccountService(accounts_pb2_grpc.AccountServiceServicer):
-    """Serves loraplex.admin.v1.AccountService."""
+    """Serves loraplex.admin.v1.AccountService.
 
-    def __init__(self, accounts: StoredAccounts) -> None:
-        self._accounts = accounts
+    `note` is called in a thread before accounts are saved, with rows and the names of those whose budget is spent.
+    """
+
+    def __init__(self, accounts: StoredAccounts, note: Callable[[Sequence[Row], Collection[str]], None]) -> None:
+        self._accounts, self._note = accounts, note
         self._saving = asyncio.Lock()
         # The accounts of all calls that wait for the save that runs, and the task that saves them after it.
         self._batch: list[Row] = []
+        self._spent = set[str]()
         self._task: asyncio.Task[None] | None = None
 
     async def SaveAccounts(self, request: pb.SaveAccountsRequest, context: Context) -> pb.SaveAccountsResponse:
@@ -123,7 +127,9 @@ class AccountService(accounts_pb2_grpc.AccountServiceServicer):
         def rows() -> list[Row]:
             return [_from_pb(f"accounts[{at}]", one) for at, one in enumerate(request.accounts)]
 
-        self._batch += await asyncio.to_thread(rows)
+        spent = {one.name for one in request.accounts if one.budget_spent}
+        self._batch += [row for row in await asyncio.to_thread(rows) if any(row[window] for window in _COUNTS)]
+        self._spent |= spent
         if self._task is None:
             self._task = asyncio.create_task(self._save())
         await asyncio.shield(self._task)
@@ -131,7 +137,8 @@ class AccountService(accounts_pb2_grpc.AccountServiceServicer):
 
     async def _save(self) -> None:
         async with self._saving:
-            batch, self._batch, self._task = self._batch, [], None
+            batch, spent, self._batch, self._spent, self._task = self._batch, self._spent, [], set(), None
+            await asyncio.to_thread(self._note, batch, spent)
             await asyncio.to_thread(self._accounts.save, batch)
 
     async def ListAccounts(self, request: pb.ListAccountsRequest, context: Context) -> pb.ListAccountsResponse:

@@ -124,7 +124,7 @@ class StoreSettings(AccessSettings):
         "",
     )
     webhooks: str = setting(
-        "TOML file of URLs that each change of a release is posted to (docs/guides/releases.md)",
+        "TOML file of URLs that changes of releases and spent budgets are posted to (docs/guides/releases.md)",
         "",
     )
     metrics_port: int = setting(PORT_HELP, 0)
@@ -226,7 +226,7 @@ class Store:
         add(partial(keys_pb2_grpc.add_KeyServiceServicer_to_server, KeyService(self._keys)))
         add(partial(grants_pb2_grpc.add_GrantServiceServicer_to_server, GrantService(grants)))
         add(partial(plans_pb2_grpc.add_PlanServiceServicer_to_server, PlanService(self._plans)))
-        accounts = AccountService(StoredAccounts(self._database))
+        accounts = AccountService(StoredAccounts(self._database), partial(self._releases.budgets.note, self._plans))
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
         add(lambda server: self._releases.register(server, catalog))

@@ -29,6 +29,7 @@ from loraplex.adapter_store.metrics import StoreMetrics
 from loraplex.adapter_store.storage import CorruptBlob
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName, parse_adapter_name, parse_revision_name
 from loraplex.contracts.artifacts.outcomes import Outcomes, ShadowOutcomes, StepOutcomes
+from loraplex.releases.budgets import BudgetEvents
 from loraplex.releases.bundles import BUNDLE_BYTES
 from loraplex.releases.releases import Releases
 from loraplex.releases.rollouts import (
@@ -74,6 +75,7 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         self, database: Database, signers: str, webhooks: str, record: Callable[..., None], metrics: StoreMetrics
     ) -> None:
         self.releases = Releases(database, read_signers(Path(signers)) if signers else None)
+        self.budgets = BudgetEvents(database)
         self._webhooks = Webhooks(database, read_webhooks(Path(webhooks)) if webhooks else [])
         self._metrics = metrics
         self._record = record

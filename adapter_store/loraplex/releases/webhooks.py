@@ -1,12 +1,14 @@
-"""Webhooks: each change of a release, sent to the addresses of a file, signed as https://www.standardwebhooks.com says.
+"""Webhooks: changes of releases and events of budgets, sent to the addresses of a file.
+
+They are signed as https://www.standardwebhooks.com says.
 
 [ci]
 url = "https://ci.example.com/hooks/loraplex"
 secret_file = "ci.secret"              # whsec_ and base64 of 24 to 64 bytes; beside this file
-tenants = ["acme"]                     # whose releases; without it, all
+tenants = ["acme"]                     # whose events; without it, all
 
-A webhook gets the events in their order, each at least once: the catalog keeps the last one that it has taken. Stores
-that share a catalog each send them.
+A webhook gets the events of releases in their order, and those of budgets, each at least once: the catalog keeps the
+last ones that it has taken. Stores that share a catalog each send them.
 """
 
 from __future__ import annotations
@@ -124,6 +126,10 @@ def signed_headers(key: bytes, message_id: str, timestamp: int, body: bytes) -> 
     }
 
 
+# Tables of events, and the last part of the name under which the catalog keeps what a webhook has taken of each.
+_TABLES = {"release": ("release_events", ""), "budget": ("budget_events", "#budgets")}
+
+
 @dataclass(frozen=True, slots=True)
 class _Message:
     event: int
@@ -142,13 +148,14 @@ class Webhooks:
 
     def _begin(self) -> None:
         """Let new webhooks begin with the next event, and forget those that are not in the file any more."""
-        names = [webhook.name for webhook in self._webhooks]
+        names = [webhook.name + suffix for webhook in self._webhooks for _, suffix in _TABLES.values()]
         with self._database.transaction() as rows:
-            rows.executemany(
-                "INSERT INTO webhooks SELECT ?, coalesce(max(event), 0) FROM release_events WHERE true "
-                "ON CONFLICT DO NOTHING",
-                [(name,) for name in names],
-            )
+            for table, suffix in _TABLES.values():
+                rows.executemany(
+                    f"INSERT INTO webhooks SELECT ?, coalesce(max(event), 0) FROM {table} WHERE true "
+                    "ON CONFLICT DO NOTHING",
+                    [(webhook.name + suffix,) for webhook in self._webhooks],
+                )
             rows.execute(f"DELETE FROM webhooks WHERE name NOT IN ({marks(names or [''])})", names or [""])
 
     async def follow(self) -> None:
@@ -165,26 +172,47 @@ class Webhooks:
         """Send a webhook its next events, until there are none, or a call fails, unless it pauses."""
         if time.monotonic() < webhook.paused_until:
             return
-        while (message := self._next(webhook.name)) is not None:
+        for kind, (_, suffix) in _TABLES.items():
+            if not self._send_all(webhook, kind, webhook.name + suffix):
+                return
+
+    def _send_all(self, webhook: Webhook, kind: str, taken: str) -> bool:
+        """Send the next events of a kind; returns whether no call failed."""
+        read = self._next_release if kind == "release" else self._next_budget
+        while (message := read(taken)) is not None:
             if not webhook.tenants or message.tenant in webhook.tenants:
                 # All tries of an event have the same id, by which a receiver recognizes repeats.
-                headers = signed_headers(webhook.key, f"release-event-{message.event}", int(time.time()), message.body)
+                headers = signed_headers(webhook.key, f"{kind}-event-{message.event}", int(time.time()), message.body)
                 if failure := call(webhook.url, message.body, headers):
                     webhook.failures += 1
                     if webhook.failures < _TRIES:
                         pause_s = min(_LONGEST_S, _PAUSE_S * 2 ** (webhook.failures - 1))
                         webhook.paused_until = time.monotonic() + pause_s
                         log.warning("webhook %s: %s; the next try is in %g s", webhook.name, failure, pause_s)
-                        return
+                        return False
                     log.error("webhook %s: event %d is left out: %s", webhook.name, message.event, failure)
             webhook.failures = 0
-            self._took(webhook.name, message.event)
+            self._took(taken, message.event)
+        return True
 
     def _took(self, name: str, event: int) -> None:
         with self._database.transaction() as rows:
             rows.execute("UPDATE webhooks SET event = max(event, ?) WHERE name = ?", (event, name))
 
-    def _next(self, name: str) -> _Message | None:
+    def _next_budget(self, name: str) -> _Message | None:
+        with self._database.reading() as rows:
+            row = rows.execute(
+                "SELECT event, kind, record FROM budget_events "
+                "WHERE event > (SELECT event FROM webhooks WHERE name = ?) ORDER BY event LIMIT 1",
+                (name,),
+            ).fetchone()
+        if row is None:
+            return None
+        record = json.loads(row["record"])
+        body = {"type": f"budget.{row['kind']}", "timestamp": record["time"], "data": record["data"]}
+        return _Message(row["event"], record["data"]["tenant"], json.dumps(body).encode())
+
+    def _next_release(self, name: str) -> _Message | None:
         with self._database.reading() as rows:
             row = rows.execute(
                 "SELECT release_events.event, release_events.number, release_events.record, digest, tenant, adapter "

@@ -8,6 +8,7 @@ import hmac
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,7 +20,9 @@ import pytest
 from loraplex.adapters.v1 import releases_pb2
 
 from loraplex.adapter_store.app import Store, StoreSettings
+from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 from loraplex.contracts.artifacts.base_model import BaseModel
+from loraplex.contracts.plans import windows_at
 from loraplex.releases import webhooks
 from loraplex.releases.webhooks import WebhooksError, read_webhooks, signed_headers
 from tests.adapter_store.conftest import Client, files_of
@@ -163,6 +166,56 @@ async def test_events_arrive_in_order_and_again_after_failures_though_another_re
     assert release.state == releases_pb2.RELEASE_STATE_LIVE
     sent = dict.fromkeys(receiver.events())
     assert [kind for _, kind in sent] == ["release.imported", "release.verified", "release.qualified", "release.live"]
+
+
+async def test_a_budget_warns_and_is_spent_once_a_month(store: Store, receiver: Receiver) -> None:
+    """Whatever routers save again; a receiver that fails gets it again, and others' webhooks get none."""
+    month = windows_at(time.time_ns() // 1_000_000)["month"] + 1  # which does not end while the test runs
+    prices = plans_pb2.Prices(currency="EUR", of={"tiny": plans_pb2.Price(input=150)})
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        plans: Any = plans_pb2_grpc.PlanServiceStub(channel)
+        accounts: Any = accounts_pb2_grpc.AccountServiceStub(channel)
+        keys: Any = keys_pb2_grpc.KeyServiceStub(channel)
+        key = (await keys.CreateKey(keys_pb2.CreateKeyRequest(tenant="acme"))).key.key_id
+        budgets: Any = {"budget_per_month": 100.0, "budget_warning": 80.5}
+        for plan in (
+            plans_pb2.Plan(name="prices", prices=prices),
+            plans_pb2.Plan(name="tenants/acme", **budgets),
+            plans_pb2.Plan(name=f"keys/{key}", budget_warning=10.0),
+            plans_pb2.Plan(name="default", tokens_per_day=1),
+        ):
+            await plans.SetPlan(plans_pb2.SetPlanRequest(plan=plan))
+
+        async def save(*saved: accounts_pb2.Account) -> None:
+            await accounts.SaveAccounts(accounts_pb2.SaveAccountsRequest(accounts=saved))
+
+        def spent(name: str, nanos: int) -> accounts_pb2.Account:
+            return accounts_pb2.Account(name=name, month=month, month_cost=nanos)
+
+        receiver.statuses = [503]
+        await save(spent("acme", 80_499_999_999), spent("globex", 10**12))
+        await save(spent("acme", 80_500_000_000), spent(f"keys/{key}", 9_999_999_999))
+        await save(spent("acme", 90_000_000_000), accounts_pb2.Account(name="acme", budget_spent=True))
+        await save(spent(f"keys/{key}", 10_000_000_000), accounts_pb2.Account(name="acme", budget_spent=True))
+        await receiver.wait(4)
+        saved = (await accounts.ListAccounts(accounts_pb2.ListAccountsRequest())).accounts
+    assert {one.name: one.month_cost for one in saved}["acme"] == 90_000_000_000
+    failed, warned, *rest = (json.loads(body) for _, body in receiver.calls)
+    assert failed == warned
+    assert [(one["type"], one["data"]["key"]) for one in (warned, *rest)] == [
+        ("budget.warned", ""),
+        ("budget.spent", ""),
+        ("budget.warned", key),
+    ]
+    assert warned["data"] == {
+        "tenant": "acme",
+        "key": "",
+        "month": f"{month // 12}-{month % 12 + 1:02}",
+        "budget_warning": "80.500000000",
+        "currency": "EUR",
+    }
+    assert rest[0]["data"]["budget_per_month"] == "100.000000000"
+    assert [one["data"]["tenant"] for one in rest] == ["acme", "acme"]
 
 
 @pytest.mark.parametrize(

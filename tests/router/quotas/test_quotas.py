@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,24 @@ async def test_a_budget_holds_and_is_charged_the_cost_of_tokens(new: New, redis:
     account = await account_of(redis, "acme")
     assert (account["month_cost"], account["held_month_cost"]) == (150 + 75 + 3 * 600, 0)
     assert await quotas.reserve("acme", 2, 10, facts=TINY)
+
+
+async def test_the_store_learns_once_that_a_budget_has_refused_a_call(new: New, store: Store) -> None:
+    quotas = new(prices=PRICES, budget_per_month=0.00003)
+    for tokens in (40, 100):  # the second request alone is more than the budget
+        with suppress(Exhausted):
+            await quotas.reserve("acme", 2, tokens, facts=TINY)
+    await quotas.save()
+    assert not any(one.budget_spent for one in store.kept.values())
+    with pytest.raises(Exhausted):
+        await quotas.reserve("acme", 2, 40, facts=TINY)
+    store.error = Unavailable("away", reason="STORE_DOWN")
+    await quotas.save()
+    store.error = None
+    await quotas.save()
+    assert store.kept.pop("acme").budget_spent
+    await quotas.save()
+    assert store.kept == {}
 
 
 async def test_fifty_calls_at_once_at_two_routers_within_a_budget_of_one_more(new: New, redis: Redis) -> None:

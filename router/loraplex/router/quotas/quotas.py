@@ -220,6 +220,8 @@ class Quotas:
         self._metrics = metrics or RouterMetrics()
         self._usage = usage
         self._store = store
+        # Accounts whose budget has refused a call, until the store knows.
+        self._spent = set[str]()
         # Those that the ledger has, and those of which it is to be told at once.
         self._budgets: set[CallBudget] = set()
         self._urgent: set[CallBudget] = set()
@@ -330,6 +332,8 @@ class Quotas:
                 yield
         except QuotaReachedError as error:
             owner = next(one for one in budget.owners if one.account == error.account)
+            if error.limit == "budget_per_month" and error.wait_ms is not None:
+                self._spent.add(owner.account)
             refusal = self._refusal(owner, error.limit, "the request alone is more", error.wait_ms)
             refusal.rate_limits = rates_of(error)
             raise refusal from error
@@ -446,16 +450,17 @@ class Quotas:
 
     async def save(self) -> None:
         """Save the accounts that calls of this router have changed; a store that does not answer gets them later."""
-        unsaved = dict(self.ledger.unsaved)
-        if self._store is None or not unsaved:
+        unsaved, spent = dict(self.ledger.unsaved), set(self._spent)
+        if self._store is None or not (unsaved or spent):
             return
+        accounts = [accounts_pb2.Account(**msgspec.structs.asdict(one)) for one in unsaved.values()]
+        accounts += [accounts_pb2.Account(name=name, budget_spent=True) for name in spent]
         try:
-            await self._store.save_accounts(
-                [accounts_pb2.Account(**msgspec.structs.asdict(one)) for one in unsaved.values()]
-            )
+            await self._store.save_accounts(accounts)
         except CallError as error:
             self._log_once(f"accounts of quotas wait to be saved: {error.message}")
             return
+        self._spent -= spent
         for name, counts in unsaved.items():
             if self.ledger.unsaved.get(name) is counts:
                 del self.ledger.unsaved[name]
