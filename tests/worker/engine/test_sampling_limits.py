@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
 )
 
 from loraplex.contracts.options import SamplingParams
-from loraplex.worker.engine.sampling.sampler import Draw, mask_atypical, smallest_kept
-from loraplex.worker.engine.sampling.step import sample
+from loraplex.worker.engine.sampling.sampler import Draw, mask_atypical, reduced, smallest_kept
+from loraplex.worker.engine.sampling.step import sample, token_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,3 +157,24 @@ def test_min_p_and_typical_p_in_a_large_and_flat_vocabulary() -> None:
         drawn = set(sample(logits.expand(1000, -1), draws).tolist())
         assert drawn <= kept
         assert len(drawn) > 700
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """A large sum is divided among torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_row_has_the_same_bits_alone_and_among_others_with_threads() -> None:
+    scores = torch.randn(32, 49_152, generator=torch.Generator().manual_seed(3)) * 5
+    ids, count = torch.arange(32), [3] * 32
+    together = token_logprobs(scores, ids, count)()
+    assert [token_logprobs(scores[row, None], ids[row, None], [3])()[0] for row in range(32)] == together
+    for reduction in (torch.sum, torch.nansum, torch.logsumexp):
+        rows = reduced(lambda part: reduction(part, -1, keepdim=True), scores)  # noqa: B023
+        alone = [reduced(lambda part: reduction(part, -1, keepdim=True), row[None]) for row in scores]  # noqa: B023
+        assert torch.equal(torch.cat(alone), rows)

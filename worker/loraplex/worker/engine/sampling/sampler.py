@@ -23,7 +23,7 @@ import logging
 import math
 import struct
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -167,6 +167,19 @@ def _mix(x: Tensor) -> Tensor:
 _OFF = float("-inf")
 
 
+def reduced(reduction: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return the reduction of rows [rows, width], each of which has the same bits alone and among others.
+
+    torch divides the sum of a lone row with more than 32,768 numbers among its threads, and of several rows the rows.
+    """
+    return reduction(rows) if len(rows) != 1 else reduction(rows.expand(2, -1))[:1]
+
+
+def log_totals(scores: Tensor) -> Tensor:
+    """Return the logarithm of the sum of exponentials [rows, 1] of scores [rows, vocab]."""
+    return reduced(lambda rows: rows.logsumexp(-1, keepdim=True), scores)
+
+
 def limits_likeliest(sampling: SamplingParams) -> bool:
     """Tell whether `smallest_kept` cuts any token of a row."""
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.top_n_sigma)
@@ -189,8 +202,7 @@ def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[SamplingPa
     ranks = torch.arange(width, device=scores.device)
     among_k = values.masked_fill(ranks >= top_k, _OFF)
     # Probabilities are relative to the top_k tokens, which are all tokens where top_k is off.
-    everything = scores.logsumexp(-1, keepdim=True)
-    total = torch.where(top_k <= width, among_k.logsumexp(-1, keepdim=True), everything)
+    total = torch.where(top_k <= width, log_totals(among_k), log_totals(scores))
     before = (among_k - total).exp_().cumsum(-1).roll(1, -1)
     before[:, 0] = 0
     keep = ((before < top_p) & (ranks < top_k)).sum(-1, keepdim=True)
@@ -210,8 +222,11 @@ def _deviation(scores: Tensor) -> Tensor:
     """Return the standard deviation [rows, 1] of the finite scores of each row; those of forbidden ids are -inf."""
     finite = scores.isfinite()
     count = finite.sum(-1, keepdim=True)
-    mean = scores.masked_fill(~finite, 0.0).sum(-1, keepdim=True) / count
-    return ((scores - mean).masked_fill(~finite, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
+
+    def mean_of(values: Tensor) -> Tensor:
+        return reduced(lambda rows: rows.sum(-1, keepdim=True), values.masked_fill(~finite, 0.0)) / count
+
+    return mean_of((scores - mean_of(scores)).square()).sqrt()
 
 
 def mask_atypical(scores: Tensor, samplings: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
@@ -223,7 +238,7 @@ def mask_atypical(scores: Tensor, samplings: Sequence[SamplingParams], width: in
     mass = upload([sampling.typical_p if sampling.typical_p < 1 else 2.0 for sampling in samplings], scores.device)
     logprobs = scores.log_softmax(-1)
     probabilities = logprobs.exp()
-    entropy = -(logprobs * probabilities).nansum(-1, keepdim=True)
+    entropy = -reduced(lambda rows: rows.nansum(-1, keepdim=True), logprobs * probabilities)
     distance = (-logprobs - entropy).abs_()
     ordered, order = distance.topk(width, dim=-1, largest=False)
     short = (probabilities.gather(-1, order).cumsum_(-1) < mass[:, None]).sum(-1, keepdim=True)

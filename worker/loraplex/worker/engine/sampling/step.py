@@ -18,7 +18,15 @@ from torch import Tensor
 
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.worker.engine.device import download, is_out_of_memory, record_event, upload
-from loraplex.worker.engine.sampling.sampler import NO_MASKS, Adjustments, Draw, Masks, forbid_ids, sample_with_torch
+from loraplex.worker.engine.sampling.sampler import (
+    NO_MASKS,
+    Adjustments,
+    Draw,
+    Masks,
+    forbid_ids,
+    log_totals,
+    sample_with_torch,
+)
 from loraplex.worker.engine.scheduling.sequence import Batch, Row
 from loraplex.worker.engine_api import Failure
 
@@ -43,16 +51,16 @@ def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> 
 
 
 def _log_totals(scores: Tensor) -> Tensor:
-    """Return the logarithm of the sum of exponentials [rows] of float32 scores [rows, vocab]."""
+    """Return the logarithm of the sum of exponentials [rows, 1] of float32 scores [rows, vocab]."""
     if scores.device.type == "cuda":
-        from loraplex.worker.engine.sampling.cuda import log_totals  # Triton is there only with CUDA
+        from loraplex.worker.engine.sampling.cuda import log_totals as with_triton  # Triton is there only with CUDA
 
-        return log_totals(scores)
-    return scores.logsumexp(-1)
+        return with_triton(scores)[:, None]
+    return log_totals(scores)
 
 
 def _part(scores: Tensor, ids: Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
-    total = _log_totals(scores)[:, None]
+    total = _log_totals(scores)
     values, best = scores.topk(min(max(alternatives), scores.shape[-1]), dim=-1)
     own, values, best = (
         download(part) for part in ((scores.gather(-1, ids[:, None]) - total)[:, 0], values - total, best)
