@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 # Folders whose tests share a cluster.
-TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/")
+TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/", "tests/weeks/")
 # Files and folders that take ten seconds or more, longest first. Others begin last, where a long one would run alone.
 COMPUTING = (
     "tests/e2e/test_tutorial.py",
@@ -40,6 +40,7 @@ WAITING = (
     "tests/short_trials/",
     "tests/e2e/gateway/",
     "tests/e2e/answers/",
+    "tests/weeks/",
     "tests/e2e/",
     "tests/deploy/test_cluster.py",
     "tests/clients/",
@@ -93,7 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort the tests where several processes share them."""
     if hasattr(config, "workerinput"):
         places = {one: at for at, one in enumerate(ordered(item.nodeid for item in items))}
-        items.sort(key=lambda item: places[unit(item.nodeid)])
+        # By file too: a folder that is one unit may be given as an argument, whose entries each process rotates.
+        items.sort(key=lambda item: (places[unit(item.nodeid)], item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,0 +1,118 @@
+"""The week of an operator: sets up tenants, changes plans, keys and certificates, drains, backs up and restores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.weeks.conftest import Person, Workplace, until
+
+TEAMS = """
+tenants:
+  initech:
+    plan: {tokens_per_day: 9000, weight: 2}
+    keys: {ci: {scopes: [generate], ttl: 90d}, admin: {role: tenant-admin}}
+    adapters: {polite: ./polite}
+"""
+ASK = 'loraplex generate "Hello" --adapter polite --max-tokens 4'
+
+
+def set_up(workplace: Workplace) -> tuple[Person, Person]:
+    """Set up initech as its file says; return the operator, and initech's program."""
+    operator = workplace.operator
+    polite = operator.directory / "polite"
+    polite.mkdir(exist_ok=True)
+    (polite / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}')
+    (polite / "adapter_model.safetensors").write_bytes(b"polite")
+    (operator.directory / "initech.yaml").write_text(TEAMS)
+    operator.run("loraplex tenants apply -f initech.yaml --keys-dir ./keys")
+    program = workplace.person("initech", operator.directory / "keys" / "initech-ci.key")
+    until(lambda: program.tries(ASK), "routers know the key")
+    return operator, program
+
+
+def test_tenants_come_from_a_file_and_usage_is_seen(workplace: Workplace) -> None:
+    operator, _ = set_up(workplace)
+    assert "1 tenants: no changes" in operator.run("loraplex tenants apply -f initech.yaml --keys-dir ./keys")
+    listed = {one["tenant"]: one for one in operator.json("loraplex tenants list")}
+    assert (listed["initech"]["keys"], listed["initech"]["adapters"]) == (2, 1)
+
+    def used() -> bool:
+        (found,) = [one for one in operator.json("loraplex usage") if one["tenant"] == "initech" and not one["key"]]
+        return 0 < int(found["counts"]["tokens_per_day"]["used"]) < 9000
+
+    until(used, "the store knows what was used")
+    operator.run("loraplex plans set tenants/initech tokens_per_day=9500 concurrent_streams=5")
+    assert {"tokens_per_day": 9500, "concurrent_streams": 5}.items() <= _plan(operator).items()
+    operator.run("loraplex plans set tenants/initech tokens_per_day=9000 concurrent_streams=")
+    assert "concurrent_streams" not in _plan(operator)
+
+
+def _plan(operator: Person) -> dict[str, object]:
+    plan: dict[str, object] = operator.json("loraplex plans show tenants/initech")
+    return plan
+
+
+def test_keys_and_certificates_are_rotated_and_calls_are_answered(workplace: Workplace) -> None:
+    operator, program = set_up(workplace)
+    (key,) = [one for one in operator.json("loraplex keys list --tenant initech") if one["label"] == "ci"]
+    operator.run(f"loraplex keys rotate {key['key_id']} --grace 1h --out keys/ci-2.key")
+    second = workplace.person("initech", operator.directory / "keys" / "ci-2.key")
+    until(lambda: second.tries(ASK), "routers know the second secret")
+    program.run(ASK)
+    (rotated,) = [one for one in operator.json("loraplex keys list --tenant initech") if one["label"] == "ci"]
+    assert rotated["former_expire_time"], "the first secret ends after the grace"
+
+    secured = workplace.secured
+    before = (secured / "router.pem").read_bytes()
+    operator.run(f"loraplex certs renew {secured} --ca")  # no certificate outlives its authority
+    assert "renewed" in operator.run(f"loraplex certs renew {secured} --within 365")
+    assert (secured / "router.pem").read_bytes() != before
+    until(lambda: second.tries(ASK), "the parts have read the new authority")
+    for step in ("added a key", "encrypts"):  # the third is due 15 minutes later
+        assert step in operator.run(f"loraplex certs rotate-job-key {secured / 'job.key'}")
+        until(lambda: second.tries(ASK), "routers and workers have read the job keys")
+
+
+def test_a_worker_is_drained(workplace: Workplace) -> None:
+    operator, program = set_up(workplace)
+    first, _ = operator.json("loraplex workers")
+    operator.run(f"loraplex drain {first['worker_id']}")
+    until(lambda: len(operator.json("loraplex workers")) == 1, "the worker is gone")
+    program.run(ASK)
+
+
+@contextmanager
+def restored_store(data: Path, removals: Path) -> Iterator[Person]:
+    """Run a store on a copy, as `loraplex store --data DATA --removals REMOVALS`; yields somebody who looks at it."""
+    command = [sys.executable, "-m", "loraplex", "store", "--data", str(data), "--removals", str(removals)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([*command, "--port", "0"], **pipes) as store:  # type: ignore[call-overload]
+        try:
+            address = store.stdout.readline().split()[1].removeprefix("store=")
+            yield Person(data, {"LORAPLEX_STORE_ADDRESS": address})
+        finally:
+            store.terminate()
+
+
+def test_a_backup_is_restored_without_what_was_taken_away_since(workplace: Workplace) -> None:
+    operator, _ = set_up(workplace)
+    operator.run("loraplex tenants create umbrella")
+    operator.run("loraplex keys create --tenant initech --label lost --out keys/lost.key")
+    kept = workplace.secured / "data" / "store"
+    operator.run(f"loraplex backup --from {kept} --to backups/monday")
+    lost = (operator.directory / "keys" / "lost.key").read_text().split("_")[1]
+    operator.run(f"loraplex keys revoke {lost}")
+    assert "store" in operator.run("loraplex tenants purge umbrella --yes")
+    until(lambda: len(list((kept / "removals").glob("*-*"))) >= 2, "the store has noted both")
+    operator.run("loraplex backup --from backups/monday --to restored")
+    with restored_store(operator.directory / "restored", kept / "removals") as reader:
+        (key,) = [one for one in reader.json("loraplex keys list") if one["key_id"] == lost]
+        assert key["revoke_time"]
+        tenants = {one["tenant"] for one in reader.json("loraplex tenants list")}
+        assert "initech" in tenants
+        assert "umbrella" not in tenants
+        assert "polite" in reader.run("loraplex adapters list --tenant initech")
