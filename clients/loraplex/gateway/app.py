@@ -58,6 +58,7 @@ from loraplex.gateway.tgi_api import (
 )
 from loraplex.gateway.tgi_api import PROTOCOL as TGI
 from loraplex.gateway.turns import Turns
+from loraplex.gateway.usage_api import show_all_usage, show_usage
 from loraplex.runtime.rpc.server import stop_signal
 from loraplex.runtime.telemetry.metrics import serve_metrics
 from loraplex.runtime.telemetry.tracing import Spans, set_up_tracing
@@ -146,6 +147,8 @@ PATHS = {
     "/version": Served(OPENAI, {"GET": show_version}),
     "/cluster": Served(OPENAI, {"GET": page}),
     "/cluster/state": Served(OPENAI, {"GET": cluster_state}),
+    "/cluster/usage": Served(OPENAI, {"GET": show_all_usage}),
+    "/v1/usage": Served(OPENAI, {"GET": show_usage}),
     "/cluster/{file}": Served(OPENAI, {"GET": page_file}),
 }
 
@@ -207,7 +210,7 @@ async def serving(
 
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
-    cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
+    cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router, settings.operator_store)
     gateway = Gateway(
         cluster,
         metrics,

@@ -6,12 +6,16 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.adapters.v1.releases_pb2_grpc import ReleaseServiceStub
 from starlette.datastructures import Headers
 
+from loraplex.admin.v1.accounts_pb2_grpc import AccountServiceStub
+from loraplex.admin.v1.keys_pb2_grpc import KeyServiceStub
+from loraplex.admin.v1.plans_pb2_grpc import PlanServiceStub
 from loraplex.cluster.v1.cluster_pb2_grpc import ClusterServiceStub
 from loraplex.gateway.errors import HttpError, invalid, no_store, not_served
 from loraplex_client import (
@@ -46,13 +50,22 @@ _TOKENS = 300_000
 _TOKENS_PER_CALL = 128
 
 
+def usage_stub(channel: Any) -> SimpleNamespace:
+    """Return the store's methods by which usage is read."""
+    return SimpleNamespace(
+        ListAccounts=AccountServiceStub(channel).ListAccounts,
+        ListPlans=PlanServiceStub(channel).ListPlans,
+        ListKeys=KeyServiceStub(channel).ListKeys,
+    )
+
+
 class Cluster:
     """Routers, and the adapter store where it is known. With `ca` they get each caller's own credential.
 
-    Operators then have ports of their own, `operator_routers`; without `ca` they call the same ports.
+    Operators then have ports of their own, `operator_routers` and `operator_store`; without `ca` the same ones.
     """
 
-    def __init__(self, routers: str, store: str, ca: str, operator_routers: str = "") -> None:
+    def __init__(self, routers: str, store: str, ca: str, operator_routers: str = "", operator_store: str = "") -> None:
         tls = Tls(ca) if ca else None
         self._checks_credentials = tls is not None
         self._client = AsyncClient(routers, store=store or None, api_key="", tls=tls)
@@ -67,6 +80,12 @@ class Cluster:
         }
         self.has_store = bool(store)
         self._releases = AsyncConnection(store, ReleaseServiceStub, credentials=Credentials("", tls)) if store else None
+        operator_store = operator_store if self._checks_credentials else store
+        # The store's accounts, for tenants and for operators.
+        self._usage, self._all_usage = (
+            AsyncConnection(address, usage_stub, credentials=Credentials("", tls)) if address else None
+            for address in (store, operator_store)
+        )
         self._names: frozenset[str] = frozenset()
         self._names_until = 0.0
         self._digests: frozenset[str] = frozenset()
@@ -76,7 +95,7 @@ class Cluster:
 
     async def close(self) -> None:
         """Close the channels."""
-        connections = (*self._health, *self._operators.values(), self._releases)
+        connections = (*self._health, *self._operators.values(), self._releases, self._usage, self._all_usage)
         closing = (connection.close() for connection in connections if connection is not None)
         await asyncio.gather(self._client.close(), *closing)
 
@@ -89,6 +108,18 @@ class Cluster:
         if self._releases is None:
             raise no_store()
         return self._releases.for_caller(*self._who(headers))
+
+    def usage(self, headers: Headers) -> AsyncConnection:
+        """Return a connection to the store's accounts, for the request's tenant. Raises HttpError."""
+        if self._usage is None:
+            raise no_store()
+        return self._usage.for_caller(*self._who(headers))
+
+    def all_usage(self, headers: Headers) -> AsyncConnection:
+        """Return a connection to the store's accounts, for an operator. Raises HttpError."""
+        if self._all_usage is None:
+            raise HttpError(404, "usage_not_served", "usage is not served: give the gateway --operator-store")
+        return self._all_usage.for_caller(*self._who(headers))
 
     def operators(self, headers: Headers) -> Sequence[tuple[str, AsyncConnection]]:
         """Return a connection to each router's ClusterService, with its address, for an operator. Raises HttpError."""

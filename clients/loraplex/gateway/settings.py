@@ -36,6 +36,7 @@ class GatewaySettings:
         "with --ca: addresses of the routers' --operator-port, for the page's view of the cluster",
         "",
     )
+    operator_store: str = setting("with --ca: address of the store's --operator-port, for all tenants' usage", "")
     host: str = setting("address to listen on", "127.0.0.1")
     host_names: str = setting(
         "without --ca: further accepted Host names, separated by commas; empty: any, beyond this machine",
@@ -75,6 +76,8 @@ class GatewaySettings:
             raise ValueError(
                 f"--operator-router {self.operator_router}: needs --ca; routers without credentials have one port"
             )
+        if self.operator_store and not self.ca:
+            raise ValueError(f"--operator-store {self.operator_store}: needs --ca; without it --store is the one port")
         for name in self.host_names.split(","):
             if "/" in name or name.count(":") == 1:  # more of them are in an IPv6 address
                 raise ValueError(f"--host-names {name.strip()}: a name alone, without https:// and without a port")

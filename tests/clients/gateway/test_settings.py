@@ -17,6 +17,7 @@ from loraplex.gateway.settings import GatewaySettings
         ({"host": "0.0.0.0", "ca": "ca.pem", "insecure_tenants": True}, "--insecure-http"),
         ({"tls_cert": "a.pem"}, "--tls-key"),
         ({"operator_router": "router:50061"}, "--operator-router router:50061: needs --ca"),
+        ({"operator_store": "store:50062"}, "--operator-store store:50062: needs --ca"),
         ({"requests_limit": 0}, "--requests-limit 0: at least 1"),
         ({"host_names": "a.test,b.test:80"}, "--host-names b.test:80: a name alone"),
         ({"host_names": "https://a.test"}, "--host-names https://a.test: a name alone"),

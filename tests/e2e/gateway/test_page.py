@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest_asyncio
 from bench.devtools import Page, browser_page
 from bench.screenshots import NoBrowserError, find_browser
 from loraplex.cli.development_ca import DevelopmentCa
+from loraplex.cli.usage import read_usage
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.gateway.app import serving
@@ -30,7 +32,8 @@ from loraplex.runtime.tenancy.permissions import Port
 from loraplex_client import AsyncStoreClient
 from tests.clients.gateway.test_releases_api import make_releases
 from tests.e2e.conftest import TENANT, Cluster
-from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, expected
+from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, Eventually, expected
+from tests.plans_file import set_plans
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 Http = httpx2.AsyncClient
@@ -192,6 +195,47 @@ async def test_a_release_is_looked_at_promoted_and_rolled_back(page: Page, clust
         assert await page.evaluate("document.querySelector('#history tbody').innerText.includes('step 1 of 2: 5%')")
         assert [error for error in page.errors if "400" not in error] == []
         await store.delete("support")
+
+
+async def test_bars_show_what_is_used_of_the_limits(
+    page: Page, http: Http, cluster: Cluster, eventually: Eventually
+) -> None:
+    plans = (
+        "[tenants.counted]\nrequests_per_minute = 90\ntokens_per_day = 1000\n[tenants.other]\ntokens_per_month = 9\n"
+    )
+    await set_plans(cluster.local.store, plans)
+    asked = {"model": "hash", "messages": MESSAGES, "max_tokens": 5}
+
+    async def usage() -> Any:
+        (row,) = (await http.get("/cluster/usage", params={"tenant": "counted"})).json()["usage"]
+        return row
+
+    async def is_counted() -> bool:
+        await http.post("/v1/chat/completions", json=asked, headers={"x-loraplex-tenant": "counted"})
+        used = (await usage())["counts"]["tokens_per_day"]["used"]
+        return isinstance(used, int) and used > 0
+
+    await eventually(is_counted)  # once routers have read the plan and saved the account
+    await page.open(f"http://{cluster.local.http}/", width=400)
+    await page.wait_for("document.querySelector('#usage tbody')?.innerText.includes('counted')")
+    await page.evaluate(
+        "document.getElementById('usage-tenant').value = 'counted';"
+        "document.getElementById('usage-tenant').dispatchEvent(new Event('change'))"
+    )
+    await page.wait_for("document.querySelectorAll('#usage tbody tr').length === 1")
+    assert await page.evaluate("document.querySelector('#usage tbody').innerText.includes(' of 1,000')")
+    assert await page.evaluate("document.querySelectorAll('#usage meter')[1].value") > 0
+    counted = "document.querySelectorAll('#usage {}').length"
+    assert await page.evaluate(counted.format("th")) == await page.evaluate(counted.format("td"))
+    assert await page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+async def test_the_usage_is_that_of_the_command(http: Http, cluster: Cluster) -> None:
+    await set_plans(cluster.local.store, "[tenants.planned]\ntokens_per_day = 1000\ntokens_per_month = 7000\n")
+    (shown,) = (await http.get("/cluster/usage", params={"tenant": "planned"})).json()["usage"]
+    (row,) = await asyncio.to_thread(read_usage, cluster.local.store, "planned")
+    assert {**row, "counts": {limit: row["counts"][limit] for limit in shown["counts"]}} == shown
+    assert shown["counts"]["tokens_per_month"]["limit"] == 7_000
 
 
 class OneWorker(cluster_pb2_grpc.ClusterServiceServicer):

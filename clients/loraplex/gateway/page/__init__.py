@@ -22,7 +22,10 @@ _FILES = {
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(("page.css", "colours.css"), "text/css; charset=utf-8"),
     **dict.fromkeys(
-        ("access.js", "cluster.js", "elements.js", "names.js", "playground.js", "rates.js", "releases.js", "tables.js"),
+        (
+            *("access.js", "cluster.js", "elements.js", "names.js", "playground.js", "rates.js", "releases.js"),
+            *("tables.js", "usage.js"),
+        ),
         "text/javascript; charset=utf-8",
     ),
 }
