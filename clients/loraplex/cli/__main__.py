@@ -92,7 +92,8 @@ for name, group in {
     **{"tenants": tenants, "certs": certs, "redis": redis, "audit": audit.app},
 }.items():
     app.add_typer(group, name=name)
-_OF_CLUSTERS: Sequence[Callable[..., None]] = (usage, top, workers, queues, jobs, drain)
+app.add_typer(usage, name="usage")
+_OF_CLUSTERS: Sequence[Callable[..., None]] = (top, workers, queues, jobs, drain)
 for command in _OF_CLUSTERS:
     app.command()(command)
 for name, group in {"cells": cells, "quarantine": quarantine, "resume-keys": resume_keys}.items():

@@ -11,6 +11,7 @@ import typer
 from loraplex.cli.options import STORE, JsonOption, StoreOption
 from loraplex.cli.service import Service
 from loraplex.cli.terminal import print_json, print_rows
+from loraplex.cli.usage_report import report
 from loraplex.contracts.plans import BUDGET_FIELDS, DEFAULT, FIELDS, NANO, PRICES, plan_name, windows_at
 
 if TYPE_CHECKING:
@@ -24,7 +25,13 @@ _COSTS = {"cost_per_minute": "minute_cost", "cost_per_day": "day_cost"}
 _MONEY = {*_COSTS, *BUDGET_FIELDS}
 
 
-def usage(
+usage = typer.Typer(invoke_without_command=True)
+usage.command("report")(report)
+
+
+@usage.callback()
+def show(
+    context: typer.Context,
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Only this tenant and its keys.")] = "",
     store: StoreOption = STORE,
     as_json: JsonOption = False,
@@ -36,6 +43,8 @@ def usage(
 
     [bold]loraplex usage --tenant acme[/]
     """
+    if context.invoked_subcommand is not None:
+        return
     found = read_usage(store, tenant)
     if as_json:
         print_json(found)
