@@ -47,6 +47,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self.unary_failure: CallError | grpc.StatusCode | None = None
         # The errors that the next calls of Embed fail with.
         self.encode_failures: list[CallError] = []
+        # Trailing metadata of the answers of calls without a stream.
+        self.limits: tuple[tuple[str, str], ...] = ()
         # Called in the server's thread when a call has come.
         self.on_call: Callable[[], object] = lambda: None
         self.requests: list[Any] = []
@@ -107,6 +109,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: Any) -> Any:
         self._note(request, context)
+        context.set_trailing_metadata(self.limits)
         score = inference_pb2.ContinuationScore(token_ids=[5, 6], logprobs=[-0.5, -1.5], sum=-2.0, greedy=[True, False])
         return inference_pb2.ScoreResponse(
             scores=[score] * len(request.continuations),
@@ -119,6 +122,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         self._note(request, context)
         if self.encode_failures:
             raise self.encode_failures.pop(0)
+        context.set_trailing_metadata(self.limits)
         return inference_pb2.EmbedResponse(
             embeddings=[inference_pb2.Embedding(values=[0.5, len(one.text)]) for one in request.spec.inputs],
             summary=self._encoded(request.spec),
@@ -126,6 +130,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Classify(self, request: inference_pb2.ClassifyRequest, context: Any) -> Any:
         self._note(request, context)
+        context.set_trailing_metadata(self.limits)
         one = inference_pb2.Classification(label="good", probabilities=[0.25, 0.75], logits=[0.0, 1.0])
         return inference_pb2.ClassifyResponse(
             classifications=[one] * len(request.spec.inputs),

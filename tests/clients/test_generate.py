@@ -14,6 +14,7 @@ from loraplex.inference.v1 import inference_pb2
 import loraplex_client as lx
 from loraplex.runtime.rpc import errors
 from loraplex.runtime.rpc.principal import Unauthenticated
+from loraplex.runtime.rpc.status import rates_metadata
 
 HANG = "hang"
 CANCEL_S = 20.0
@@ -325,6 +326,26 @@ async def test_texts_are_encoded_in_calls_of_one_revision(server: Any) -> None:
             "pair",
             "token_ids",
         ]
+
+
+async def test_calls_without_a_stream_and_refusals_tell_the_limits(server: Any) -> None:
+    rates = {"requests": (60, 12, 7.5), "tokens": (1_000, 0, 86_000.0)}
+    server.service.limits = rates_metadata(rates)
+    limits = {kind: lx.RateLimit(*rate) for kind, rate in rates.items()}
+    refusal = errors.Exhausted("tenants/acme", "the quota is used", retry_after_s=None, reason="QUOTA_EXCEEDED")
+    refusal.rate_limits = rates
+    with lx.Client(server.address) as client:
+        answers = client.embed(["a"]), client.classify(["a"]), client.score("a", ["b"])
+        assert [answer.rate_limits for answer in answers] == [limits] * 3
+        server.service.encode_failures = [refusal]
+        with pytest.raises(lx.ResourceExhaustedError) as caught:
+            client.embed(["a"])
+    async with lx.AsyncClient(server.address) as client:
+        awaited = await asyncio.gather(client.embed(["a"]), client.classify(["a"]), client.score("a", ["b"]))
+        assert [answer.rate_limits for answer in awaited] == [limits] * 3
+        server.service.limits = ()
+        assert (await client.embed(["a"])).rate_limits == {}
+    assert caught.value.rate_limits == limits
 
 
 async def test_a_closed_client_says_so(server: Any) -> None:
