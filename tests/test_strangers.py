@@ -29,6 +29,7 @@ CALLS = {
     "transfers/hub.py": "OpenSockets, cut by the transfer's end; the library makes no calls",
     "releases/webhooks.py": "timed_call; a thread of each webhook",
     "issuers/signing_keys.py": "timed_call",
+    "gateway/provider.py": "timed_call",
     "usage_events/sender.py": "timed_call",
     "adapter_store/bucket.py": "the operator's own bucket",
     "runtime/rpc/probe.py": "a probe of Kubernetes, which ends it",

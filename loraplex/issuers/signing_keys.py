@@ -41,6 +41,12 @@ _JWKS_BYTES = 1 << 20
 _RSA_BITS = 2_048
 
 
+def is_safe(url: str) -> bool:
+    """Tell whether nobody between can change what a URL answers: by https, or on this machine."""
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or ""))
+
+
 @dataclass(frozen=True, slots=True)
 class SigningKey:
     """A public key, and the algorithms that it may be used with."""
@@ -62,8 +68,7 @@ class SigningKeys:
         # Grows with every change, so that checks of before it are forgotten.
         self.version = 0
         if self._url:
-            parts = urllib.parse.urlsplit(self._url)
-            if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
+            if not is_safe(source):
                 raise ValueError(f"jwks {source}: write https://..., or a file")
         else:
             path = Path(source)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import jwt
 import msgspec
 
-from loraplex.issuers.signing_keys import LOOK_FILE_S, SigningKeys
+from loraplex.issuers.signing_keys import LOOK_FILE_S, SigningKeys, is_safe
 from loraplex.runtime.files import FollowedFiles
 from loraplex.runtime.json_object import parse_object
 from loraplex.runtime.rpc.principal import TENANT_ROLES, CredentialKind, Principal, Role
@@ -49,11 +49,22 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"tenant {self.tenant!r}: the role {self.role} is of no tenant")
 
 
-class Issuer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An issuer, the paths of its claims, and its rules; without any claims say role and tenant.
+class SignIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How gateways sign people in at an issuer, as its client. `name` is what the page calls it."""
 
-    `sign_in` is the gateway's, which signs people in there.
-    """
+    client_id: _Text
+    client_secret_file: str = ""
+    scope: str = "openid"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError on a scope for which no provider returns an ID token."""
+        if "openid" not in self.scope.split():
+            raise ValueError(f"scope {self.scope!r}: needs openid")
+
+
+class Issuer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An issuer, the paths of its claims, and its rules; without rules claims say role and tenant."""
 
     issuer: _Text
     audience: _Text | list[_Text]
@@ -63,13 +74,15 @@ class Issuer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scope: ClaimPath = "scope"
     groups: ClaimPath = "groups"
     rules: list[Rule] | None = None
-    sign_in: dict[str, Any] | None = None
+    sign_in: SignIn | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError where two rules are of one group."""
+        """Raise ValueError where two rules are of one group, or people would sign in without TLS."""
         groups = Counter(rule.group for rule in self.rules or ())
         if twice := [group for group, count in groups.items() if count > 1]:
             raise ValueError(f"rules: the group {twice[0]!r} has two; a group has one role and one tenant")
+        if self.sign_in and not is_safe(self.issuer):
+            raise ValueError(f"issuer {self.issuer}: people sign in at https://... alone")
 
 
 class _Issuers(msgspec.Struct, forbid_unknown_fields=True):

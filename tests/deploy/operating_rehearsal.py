@@ -293,8 +293,10 @@ async def rehearse_oidc(directory: Path, streams: int, say: Say) -> None:
     (directory / "jwks.json").write_text(json.dumps({"keys": KEYS}))
     rules = [{"group": "acme-staff", "role": "tenant-user", "tenant": "acme"}]
     issuer = {"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(directory / "jwks.json"), "rules": rules}
+    issuer["sign_in"] = {"client_id": "page"}
     values = {"models": {"qwen": _NO_FILES}, "credentials": {"jwt": {"issuers": [issuer]}}}
-    async with installed(directory, "oidc-gateway", values) as release:
+    secrets = {"loraplex-sign-in": {"session.key": b"0123456789abcdef" * 4}}
+    async with installed(directory, "oidc-gateway", values, secrets) as release:
         made = token(exp=time.time() + 3600, tenant=None, groups=["acme-staff"])
         bearer = {"authorization": f"Bearer {made}"}
         url = f"https://{release.cluster.address_of('lx-gateway')}/v1/completions"
@@ -303,8 +305,10 @@ async def rehearse_oidc(directory: Path, streams: int, say: Say) -> None:
             calls = (http.post(url, json=body, headers=bearer, timeout=60) for _ in range(streams))
             answers = await asyncio.gather(*calls)
             nobody = await http.post(url, json=body, timeout=60)
+            offered = (await http.get(url.replace("v1/completions", "session"))).json()["issuers"]
         assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [4] * streams
         assert nobody.status_code == 401
+        assert [one["issuer"] for one in offered] == [ISSUER], "people may sign in there"
         say(
             f"oidc-gateway: {streams} callers with tokens of the issuer have answers over HTTPS; one without is refused"
         )

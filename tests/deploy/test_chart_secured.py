@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 from collections.abc import AsyncIterator
@@ -163,6 +164,23 @@ def test_a_gateway_takes_the_routes_and_calls_their_services_by_tls() -> None:
         assert authority == {"group": "", "kind": "ConfigMap", "name": "company-ca"}
 
 
+def test_gateways_sign_people_in_with_files_of_a_secret() -> None:
+    manifests = render("oidc-gateway")
+    pod = named(manifests, "Deployment", "lx-gateway")["spec"]["template"]["spec"]
+    command = pod["containers"][0]["command"]
+    flags = dict(flag.removeprefix("--").split("=", 1) for flag in command if "=" in flag)
+    mounted = {one["mountPath"]: one["name"] for one in pod["containers"][0]["volumeMounts"]}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert flags["page-url"] == "https://llm.example.com"
+    (issuer,) = json.loads(named(manifests, "ConfigMap", "lx-issuers")["data"]["issuers.json"])["issuers"]
+    for file in (flags["session-key"], issuer["sign_in"]["client_secret_file"]):
+        assert volumes[mounted[file.rpartition("/")[0]]]["secret"] == {"secretName": "loraplex-sign-in"}
+    assert volumes[mounted[flags["jwt-issuers"].rpartition("/")[0]]]["configMap"] == {"name": "lx-issuers"}
+    without = render("oidc-gateway", ("gateway.signIn.url=",))
+    command = named(without, "Deployment", "lx-gateway")["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert not [flag for flag in command if "issuers" in flag or "session" in flag]
+
+
 def test_an_ingress_is_told_of_the_backends_tls() -> None:
     ingress = ("gateway.route.enabled=false", "gateway.ingress.enabled=true", "gateway.ingress.host=llm.example.com")
     with pytest.raises(HelmError, match=r"gateway.ingress.annotations: with credentials gateways speak HTTPS alone"):
@@ -191,6 +209,9 @@ def test_an_ingress_is_told_of_the_backends_tls() -> None:
         ),
         ("oidc-gateway", ("credentials.jwt.issuers[0].rules[0].role=root",), "/credentials/jwt/issuers/0/rules/0/role"),
         ("oidc-gateway", ("credentials.jwt.issuers[0].audience=null",), "/credentials/jwt/issuers/0/audience"),
+        ("oidc-gateway", ("gateway.signIn.secret=",), "gateway.signIn.secret: name the Secret with session.key"),
+        ("oidc-gateway", ("gateway.signIn.url=http://llm.example.com",), "/gateway/signIn/url"),
+        ("laptop", ("gateway.signIn.url=https://a", "gateway.signIn.secret=b"), "gateway.signIn.url: no issuer of"),
         ("oidc-gateway", ("gateway.route.caConfigMap=",), "gateway.route.caConfigMap: with credentials the Gateway"),
         (
             "oidc-gateway",

@@ -42,8 +42,11 @@ from loraplex.gateway.openai_responses import PROTOCOL as RESPONSES
 from loraplex.gateway.openai_responses import responses
 from loraplex.gateway.openai_responses_input import RESPONSE
 from loraplex.gateway.page import cluster_state, page, page_file
+from loraplex.gateway.provider import Providers
 from loraplex.gateway.releases_api import CHANGE, change_release, get_release, list_releases
+from loraplex.gateway.sessions import Cookies
 from loraplex.gateway.settings import GatewaySettings
+from loraplex.gateway.sign_in import begin_sign_in, end_session, end_sign_in, renew_session, show_session
 from loraplex.gateway.tgi_api import (
     DETOKENIZE,
     GENERATE,
@@ -59,7 +62,9 @@ from loraplex.gateway.tgi_api import (
 from loraplex.gateway.tgi_api import PROTOCOL as TGI
 from loraplex.gateway.turns import Turns
 from loraplex.gateway.usage_api import show_all_usage, show_usage
+from loraplex.issuers.tokens import JwtReader
 from loraplex.runtime.rpc.server import stop_signal
+from loraplex.runtime.rpc.settings import SettingsError
 from loraplex.runtime.telemetry.metrics import serve_metrics
 from loraplex.runtime.telemetry.tracing import Spans, set_up_tracing
 from loraplex.runtime.tenancy.certificates import end_of
@@ -150,6 +155,11 @@ PATHS = {
     "/cluster/usage": Served(OPENAI, {"GET": show_all_usage}),
     "/v1/usage": Served(OPENAI, {"GET": show_usage}),
     "/cluster/{file}": Served(OPENAI, {"GET": page_file}),
+    "/session": Served(OPENAI, {"GET": show_session}),
+    "/session/sign-in": Served(OPENAI, {"GET": begin_sign_in}),
+    "/session/callback": Served(OPENAI, {"GET": end_sign_in}),
+    "/session/renew": Served(OPENAI, {"POST": renew_session}),
+    "/session/end": Served(OPENAI, {"POST": end_session}),
 }
 
 
@@ -210,6 +220,7 @@ async def serving(
 
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
+    providers, cookies = _sign_in(settings)
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router, settings.operator_store)
     gateway = Gateway(
         cluster,
@@ -217,6 +228,8 @@ async def serving(
         own_names(settings),
         bool(settings.ca),
         Turns(settings.responses_kept_s),
+        providers,
+        cookies,
         spans=spans or Spans(),
     )
     app = application(gateway, settings.requests_limit)
@@ -226,9 +239,12 @@ async def serving(
     with listen(settings.host, settings.port) as bound:
         running = asyncio.create_task(server.serve([bound]))
         await server.start_tried.wait()
+        following = asyncio.create_task(providers.tokens.follow()) if providers else None
         try:
             yield f"{settings.host}:{bound.getsockname()[1]}", running
         finally:
+            if following is not None:
+                following.cancel()
             server.should_exit = True
             await running
             # Answers that were cut send their last events.
@@ -236,6 +252,17 @@ async def serving(
                 await asyncio.wait(rest, timeout=_LAST_EVENTS_S)
             gateway.long.close()
             await cluster.close()
+
+
+def _sign_in(settings: GatewaySettings) -> tuple[Providers, Cookies] | tuple[None, None]:
+    """Return what signs people in, where the settings say so. Raises SettingsError."""
+    if not settings.page_url:
+        return None, None
+    try:
+        cookies = Cookies(settings.session_key, settings.page_url)
+        return Providers(JwtReader(settings.jwt_issuers), cookies.page), cookies
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 async def run(settings: GatewaySettings) -> None:

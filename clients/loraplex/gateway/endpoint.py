@@ -20,7 +20,9 @@ from loraplex.gateway.bodies import Body
 from loraplex.gateway.cluster import Cluster
 from loraplex.gateway.errors import HttpError, full, http_error, renamed
 from loraplex.gateway.exchange import BODIES_BYTES, Exchange
+from loraplex.gateway.provider import Providers
 from loraplex.gateway.request_span import RequestSpan
+from loraplex.gateway.sessions import Cookies
 from loraplex.gateway.settings import GatewaySettings
 from loraplex.gateway.turns import Turns
 from loraplex.runtime.rpc.shares import FairThreads, Shares
@@ -38,6 +40,9 @@ _SHORT, LONG_THREADS = 4_096, 4
 T = TypeVar("T")
 Answered = TypeVar("Answered", Generation, Embeddings)
 log = logging.getLogger(__name__)
+
+# Beginnings of the paths that the page calls as the person who has signed in.
+_OF_PEOPLE = ("/v1/", "/cluster/state", "/cluster/usage")
 
 
 def own_names(settings: GatewaySettings) -> OwnNames | None:
@@ -138,6 +143,9 @@ class Gateway:
     # Whether callers prove who they are, by a header that no page of another site has.
     checks_credentials: bool = False
     turns: Turns = field(default_factory=Turns)
+    # Where people sign in to the page, and their sessions.
+    providers: Providers | None = None
+    cookies: Cookies | None = None
     long: FairThreads = field(default_factory=lambda: FairThreads(LONG_THREADS, "long-work"))
     spans: Spans = field(default_factory=Spans)
 
@@ -182,6 +190,7 @@ class HttpCall:
         self.cluster = gateway.cluster
         self.metrics = gateway.metrics
         self.turns = gateway.turns
+        self.providers, self.cookies = gateway.providers, gateway.cookies
         self.body = body
         self.parameters = parameters
         self.timeout_s = exchange.timeout_s()
@@ -190,6 +199,12 @@ class HttpCall:
     def caller(self) -> AsyncClient:
         """Return the client of the request's tenant. Raises HttpError, LoraplexError."""
         return self.cluster.caller(self.exchange.headers)
+
+    def sign_in(self) -> tuple[Providers, Cookies]:
+        """Return what signs people in. Raises HttpError where the gateway signs nobody in."""
+        if self.providers is None or self.cookies is None:
+            raise HttpError(404, "sign_in_not_served", "nobody signs in here: start the gateway with --page-url")
+        return self.providers, self.cookies
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Return what a work on so many bytes or values returns; long work is done in a thread at the caller's turn."""
@@ -313,6 +328,8 @@ class HttpEndpoint:
         if handler is None:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
+        if self._gateway.cookies is not None and self.path.startswith(_OF_PEOPLE):
+            exchange.headers = self._gateway.cookies.as_bearer(exchange.headers)
         caller = await self._gateway.cluster.counted_as(exchange.headers)
         with self._open.running(caller):
             try:

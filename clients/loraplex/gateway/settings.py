@@ -37,6 +37,11 @@ class GatewaySettings:
         "",
     )
     operator_store: str = setting("with --ca: address of the store's --operator-port, for all tenants' usage", "")
+    jwt_issuers: str = setting("file of the issuers whose tokens (JWT) are accepted, and of their rules", "")
+    page_url: str = setting(
+        "with --jwt-issuers: address of the page in browsers, https://HOST, where people sign in at issuers", ""
+    )
+    session_key: str = setting("with --page-url: file of keys that encrypt sessions, one a line, newest first", "")
     host: str = setting("address to listen on", "127.0.0.1")
     host_names: str = setting(
         "without --ca: further accepted Host names, separated by commas; empty: any, beyond this machine",
@@ -78,6 +83,9 @@ class GatewaySettings:
             )
         if self.operator_store and not self.ca:
             raise ValueError(f"--operator-store {self.operator_store}: needs --ca; without it --store is the one port")
+        signing_in = (self.jwt_issuers, self.page_url, self.session_key)
+        if any(signing_in) and not all((*signing_in, self.ca)):
+            raise ValueError("--jwt-issuers, --page-url, --session-key: give all three, with --ca, or none")
         for name in self.host_names.split(","):
             if "/" in name or name.count(":") == 1:  # more of them are in an IPv6 address
                 raise ValueError(f"--host-names {name.strip()}: a name alone, without https:// and without a port")

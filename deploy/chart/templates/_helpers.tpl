@@ -218,7 +218,8 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
      router, worker or gateway, of an operator, or none. */}}
 {{- /* Whether a part reads tokens, and so the file of their issuers. */}}
 {{- define "loraplex.readsTokens" -}}
-{{- if and .root.Values.credentials.jwt.issuers (has .role (list "router" "store")) }}true{{ end }}
+{{- $gateway := and (eq .role "gateway") .root.Values.gateway.signIn.url }}
+{{- if and .root.Values.credentials.jwt.issuers (or $gateway (has .role (list "router" "store"))) }}true{{ end }}
 {{- end }}
 
 {{- define "loraplex.mounts" -}}
@@ -232,6 +233,9 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- end }}
 {{- if include "loraplex.readsTokens" . }}
 - {name: issuers, mountPath: /etc/loraplex/issuers, readOnly: true}
+{{- if eq .role "gateway" }}
+- {name: sign-in, mountPath: /etc/loraplex/sign-in, readOnly: true}
+{{- end }}
 {{- end }}
 {{- if and (or $root.Values.redis.caSecret $root.Values.redis.usersSecret) (has .role (list "router" "worker")) }}
 - {name: redis, mountPath: /etc/loraplex/redis, readOnly: true}
@@ -263,6 +267,10 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- if include "loraplex.readsTokens" . }}
 - name: issuers
   configMap: {name: {{ $root.Release.Name }}-issuers}
+{{- if eq .role "gateway" }}
+- name: sign-in
+  secret: {secretName: {{ $root.Values.gateway.signIn.secret }}}
+{{- end }}
 {{- end }}
 {{- if has .role (list "router" "worker") }}
 {{- with $root.Values.redis.usersSecret }}
@@ -275,7 +283,7 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 {{- range .values.extraVolumes }}
-{{- if has .name (list "tmp" "tls" "keys" "issuers" "redis" "home" "data" "model" "shm" "config" "files" "users") }}
+{{- if has .name (list "tmp" "tls" "keys" "issuers" "sign-in" "redis" "home" "data" "model" "shm" "config" "files" "users") }}
 {{- fail (printf "%s.extraVolumes: the chart has a volume %s; give it another name" $.path .name) }}
 {{- end }}
 - {{ toJson . }}

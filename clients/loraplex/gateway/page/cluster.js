@@ -1,6 +1,6 @@
 // Polls the cluster's state every second while the page is visible.
 
-import { askForKeys, errorOf, onAccess, operatorHeaders } from "./access.js";
+import { askForKeys, errorOf, onAccess, operatorHeaders, whyNoState } from "./access.js";
 import { byId } from "./elements.js";
 import { adapterNames } from "./names.js";
 import { Interval } from "./rates.js";
@@ -21,6 +21,12 @@ let newest = 0;
 async function poll() {
   clearTimeout(timer);
   const mine = ++newest;
+  const why = whyNoState();
+  if (why) {
+    byId("cluster").hidden = true;
+    tell(why, false);
+    return;
+  }
   try {
     const response = await fetch("cluster/state", { headers: operatorHeaders() });
     const answer = response.ok ? await response.json() : await errorOf(response);
