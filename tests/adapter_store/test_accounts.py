@@ -145,7 +145,7 @@ def test_passed_accounts_are_looked_for_once_an_hour(saved: StoredAccounts, cloc
 
 
 async def test_a_batch_of_a_thousand_is_there_after_a_restart_in_pages(accounts: Any, store: Store) -> None:
-    now = windows_at(StoredAccounts(store._database)._now_ms())
+    now: Any = windows_at(StoredAccounts(store._database)._now_ms())
     batch = [pb.Account(name=f"tenant{at:04}", month_tokens=at, **now) for at in range(998)]
     batch += [pb.Account(name="keys/0123456789abcdef", requests=2**53 - 1, **now), pb.Account(name="acme", **now)]
     await accounts.SaveAccounts(pb.SaveAccountsRequest(accounts=batch))

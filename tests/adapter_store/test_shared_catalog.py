@@ -429,7 +429,7 @@ async def test_a_store_that_hears_of_no_changes_says_how_old_its_keys_are_and_is
 async def test_accounts_of_many_routers_are_saved_beside_other_changes(two_stores: list[Store]) -> None:
     """A hundred routers save the same tenants each second: all of them within 2 s, and another change within 1 s."""
     clients = [StoreClient(f"127.0.0.1:{store.port}") for store in two_stores]
-    now = windows_at(time.time_ns() // 1_000_000)
+    now: Any = windows_at(time.time_ns() // 1_000_000)
 
     async def save(router: int) -> None:
         for second in range(1, 3):

@@ -31,8 +31,8 @@ async def test_what_is_used_of_which_limits(store: str) -> None:
         key_id = (await keys.CreateKey(keys_pb2.CreateKeyRequest(tenant="acme", label="ci"))).key.key_id
         accounts: Any = accounts_pb2_grpc.AccountServiceStub(channel)
         # The minute of one has passed; the other windows go on for as long as the test may take.
-        ahead = {window: number + 1 for window, number in now.items()}
-        passed = {**ahead, "minute": now["minute"] - 9}
+        ahead: Any = {window: number + 1 for window, number in now.items()}
+        passed: Any = {**ahead, "minute": now["minute"] - 9}
         saved = [
             accounts_pb2.Account(name="acme", requests=7, day_tokens=50, month_tokens=60, **passed),
             accounts_pb2.Account(name=f"keys/{key_id}", requests=3, output_tokens=4, day_tokens=5, **ahead),
@@ -65,8 +65,8 @@ async def test_what_is_used_of_which_limits(store: str) -> None:
 
 
 async def test_money_is_shown_in_units_of_the_currency(store: str) -> None:
-    windows = {window: number + 1 for window, number in windows_at(time.time_ns() // 1_000_000).items()}
-    spent = {"month_cost": 12_500_000_000, "day_cost": 10_800, "minute_cost": 0}
+    windows: Any = {window: number + 1 for window, number in windows_at(time.time_ns() // 1_000_000).items()}
+    spent: Any = {"month_cost": 12_500_000_000, "day_cost": 10_800, "minute_cost": 0}
     async with grpc.aio.insecure_channel(store) as channel:
         accounts: Any = accounts_pb2_grpc.AccountServiceStub(channel)
         saved = [accounts_pb2.Account(name="acme", **spent, **windows)]

@@ -61,6 +61,13 @@ def test_the_use_of_generation_configs_is_auto_or_none() -> None:
         Settings(store="s", redis_url="r", generation_config="vllm")
 
 
+def test_the_collector_of_usage_events_is_a_url() -> None:
+    url = "https://billing.example.com/events"
+    assert Settings(store="s", redis_url="r", usage_url=url).usage_url == url
+    with pytest.raises(ValueError, match="--usage-url ftp://billing"):
+        Settings(store="s", redis_url="r", usage_url="ftp://billing.example.com")
+
+
 def test_cells_are_checked_before_anything_is_asked() -> None:
     with pytest.raises(ValueError, match="--cells main: two cells have this name"):
         Settings(store="s", redis_url="r", cells="main main")

@@ -26,8 +26,8 @@ from loraplex.runtime.tenancy.guard import is_loopback, is_tenant
 # Engine protocols and their modules, at the edge; and the tenant of calls that name none: that of the command.
 ENGINE_PROTOCOLS = {"sglang": "loraplex.engine_protocols.sglang"}
 DEFAULT_TENANT = "default"
-# The module of usage events, at the edge.
-USAGE_EVENTS = "loraplex.usage_events.log"
+# The modules of usage events, at the edge.
+USAGE_EVENTS, USAGE_SENDER = "loraplex.usage_events.log", "loraplex.usage_events.sender"
 # Settings that each of several processes has for itself: ports, and files that it writes.
 _OWN_PORTS = ("relay_port", "operator_port", "operator_mtls_port", "metrics_port")
 _OWN_FILES = ("usage_file", "audit")
@@ -105,7 +105,7 @@ class Settings(AccessSettings):
             check_job_key(self.job_key)
         check_logging(self.log_format, self.log_level)
         if self.usage_url:
-            import_module(USAGE_EVENTS).check_url(self.usage_url)
+            import_module(USAGE_SENDER).check_url(self.usage_url)
         self._check_engine_protocol()
         if self.generation_config not in {"auto", "none"}:
             raise ValueError(f"--generation-config {self.generation_config}: give auto or none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Self
 
 import grpc
@@ -31,7 +31,7 @@ class _TappedConnection(AsyncConnection):
         self._observations = observations
         self._now = now
 
-    def start(self, attempt: Attempt) -> Any:
+    def start(self, attempt: Attempt, form: str = "__call__") -> Any:
         """The RPC, tapped."""
         request: Any = attempt.call.request
         observation = self._observations[request.spec.request_id]
@@ -40,17 +40,29 @@ class _TappedConnection(AsyncConnection):
             call.received = {choice.choice: len(choice.token_ids) for choice in request.received}
         observation.calls.append(call)
         if attempt.call.method in {"Score", "Embed", "Classify"}:
-            return _answer(super().start(attempt), call)
-        return _TappedCall(super().start(attempt), observation, len(observation.calls) - 1, self._now)
+            return _TappedAnswer(super().start(attempt, form), call)
+        return _TappedCall(super().start(attempt, form), observation, len(observation.calls) - 1, self._now)
 
 
-async def _answer(rpc: Any, call: Call) -> Any:
-    """Return the answer of an RPC; note how it failed."""
-    try:
-        return await rpc
-    except grpc.aio.AioRpcError as error:
-        call.error = f"{error.code().name}: {error.details()}"
-        raise
+class _TappedAnswer:
+    """A running RPC without a stream, which notes how it failed."""
+
+    def __init__(self, rpc: Any, call: Call) -> None:
+        self._rpc, self._call = rpc, call
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        try:
+            return await self._rpc
+        except grpc.aio.AioRpcError as error:
+            self._call.error = f"{error.code().name}: {error.details()}"
+            raise
+
+    async def trailing_metadata(self) -> Any:
+        """Return what the router said with the answer's end."""
+        return await self._rpc.trailing_metadata()
 
 
 class _TappedCall:
