@@ -171,8 +171,9 @@ async def test_an_administrator_sees_accounts_and_plans_of_its_tenant(world: Wor
     own, others = f"keys/{admin.key.key_id}", f"keys/{other.key.key_id}"
     tokens = ("requests", "input_tokens", "output_tokens", "day_tokens", "month_tokens")
     counts = dict.fromkeys((*tokens, "minute_cost", "day_cost", "month_cost"), 5)
+    adapters = [f"tenants/{tenant}/adapters/support" for tenant in ("acme", "acme-2", "globex")]
     windows = windows_at(time.time_ns() // 1_000_000)
-    rows = [{"name": name, **windows, **counts} for name in (own, others, "acme", "globex")]
+    rows = [{"name": name, **windows, **counts} for name in (own, others, "acme", "globex", *adapters)]
     StoredAccounts(world.store._database).save(rows)
     plans: Any = plans_pb2_grpc.PlanServiceStub(world.operators)
     for name in ("default", "tenants/globex", own, others):
@@ -185,9 +186,12 @@ async def test_an_administrator_sees_accounts_and_plans_of_its_tenant(world: Wor
         named = await plans.ListPlans(plans_pb2.ListPlansRequest(), metadata=metadata)
         return [one.name for one in listed.accounts], [one.name for one in named.plans]
 
-    assert await seen(world.tenants, world.bearer(admin)) == (["acme", own], ["default", own])
-    assert await seen(world.tenants, world.bearer(other)) == (["globex", others], [others, "tenants/globex"])
-    everything = sorted([own, others, "acme", "globex"]), sorted(["default", own, others, "tenants/globex"])
+    assert await seen(world.tenants, world.bearer(admin)) == (["acme", own, adapters[0]], ["default", own])
+    assert await seen(world.tenants, world.bearer(other)) == (
+        ["globex", others, adapters[2]],
+        [others, "tenants/globex"],
+    )
+    everything = sorted([own, others, "acme", "globex", *adapters]), sorted(["default", own, others, "tenants/globex"])
     assert await seen(world.operators, ("x-loraplex-tenant", "acme")) == everything
     with pytest.raises(grpc.aio.AioRpcError, match="role tenant-user"):
         await seen(world.tenants, world.bearer(await world.key("acme", "tenant-user")))

@@ -80,3 +80,20 @@ async def test_money_is_shown_in_units_of_the_currency(store: str) -> None:
         "cost_per_minute": {"used": 0, "limit": None},
     }
     assert (await usage(store)).splitlines()[1].split("\t")[-3:] == ["12.5 of 80.5", "0", "1.08e-05"]
+
+
+async def test_what_the_calls_of_adapters_used(store: str) -> None:
+    windows: Any = {window: number + 1 for window, number in windows_at(time.time_ns() // 1_000_000).items()}
+    async with grpc.aio.insecure_channel(store) as channel:
+        accounts: Any = accounts_pb2_grpc.AccountServiceStub(channel)
+        names = ("acme", "tenants/acme/adapters/org/support", "tenants/globex/adapters/b")
+        saved = [accounts_pb2.Account(name=name, day_tokens=len(name), **windows) for name in names]
+        await accounts.SaveAccounts(accounts_pb2.SaveAccountsRequest(accounts=saved))
+    assert [one["tenant"] for one in json.loads(await usage(store, "--json"))] == ["acme"]
+    found = json.loads(await usage(store, "--by-adapter", "--json"))
+    assert [(one["tenant"], one["adapter"], one["counts"]["tokens_per_day"]) for one in found] == [
+        ("acme", "org/support", {"used": 33, "limit": None}),
+        ("globex", "b", {"used": 25, "limit": None}),
+    ]
+    rows = (await usage(store, "--by-adapter", "--tenant", "acme")).splitlines()
+    assert rows[1:] == ["acme\torg/support\t0\t0\t0\t33\t0"]

@@ -93,7 +93,8 @@ async def test_a_months_csv_is_what_accounts_were_charged(
         assert sum(int(row[column]) for row in rows) == sum(one["data"][column] for one in events.values())
     assert sum(int(row["requests"]) for row in rows) == 60
     assert {row["currency"] for row in rows} == {"EUR"}
-    for account, of_account in (("acme", rows), (key_account("k1"), [row for row in rows if row["key"]])):
+    with_key, with_adapter = ([row for row in rows if row[column]] for column in ("key", "adapter"))
+    for account, of_account in (("acme", rows), (key_account("k1"), with_key), (ADAPTER, with_adapter)):
         charged = await account_of(redis, account)
         assert charged["month_tokens"] == sum(
             int(one["input_tokens"]) + int(one["output_tokens"]) for one in of_account

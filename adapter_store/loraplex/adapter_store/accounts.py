@@ -1,6 +1,6 @@
-"""Accounts of tenants and API keys: routers save copies of those in Redis, and fill a Redis that has lost its data.
+"""Accounts of tenants, API keys and adapters: copies of those in Redis, by which routers fill one that lost its data.
 
-Operators and auditors read them, and a tenant's administrator those of its tenant and of its keys.
+Operators and auditors read them, and a tenant's administrator those of its tenant, keys and adapters.
 
 The clock that numbers the windows is that of Redis. The store follows it: a window is taken however far it is ahead, as
 refusing it would lose a quota for a wrong clock. A saved window that has not begun by the store's clock gives way to
@@ -20,7 +20,7 @@ from loraplex.adapter_store.convert import MAX_SIZE, check_key_id, list_page, re
 from loraplex.adapter_store.database import Database
 from loraplex.admin.v1 import accounts_pb2 as pb
 from loraplex.admin.v1 import accounts_pb2_grpc
-from loraplex.contracts.artifacts.names import check_tenant
+from loraplex.contracts.artifacts.names import check_tenant, parse_adapter_name
 from loraplex.contracts.plans import windows_at
 from loraplex.runtime.rpc.errors import InvalidField
 from loraplex.runtime.rpc.interceptors import Context
@@ -65,7 +65,10 @@ _SAVE = (
 )
 # An account whose windows have all passed has nothing that a quota counts.
 _HAS_PASSED = "month < :month AND day < :day AND minute < :minute"
-_OF_TENANT = "name = :tenant OR name IN (SELECT 'keys/' || key_id FROM api_keys WHERE tenant = :tenant)"
+_OF_TENANT = (
+    "name = :tenant OR name IN (SELECT 'keys/' || key_id FROM api_keys WHERE tenant = :tenant) "
+    "OR substr(name, 1, length(:tenant) + 18) = 'tenants/' || :tenant || '/adapters/'"
+)
 _PAGE = (
     f"SELECT {_COLUMNS} FROM accounts WHERE name > :after AND NOT ({_HAS_PASSED}) "
     f"AND (:tenant = '' OR {_OF_TENANT}) ORDER BY name LIMIT :limit"
@@ -154,7 +157,7 @@ def _from_pb(field: str, account: pb.Account) -> Row:
         check_key_id(f"{field}.name", account.name.removeprefix("keys/"))
     else:
         with refusals(f"{field}.name"):
-            check_tenant(account.name)
+            parse_adapter_name(account.name, "") if "/" in account.name else check_tenant(account.name)
     row: Row = {"name": account.name}
     for number in _NUMBERS:
         value = getattr(account, number)

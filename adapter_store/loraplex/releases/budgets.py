@@ -42,7 +42,7 @@ class BudgetEvents:
         found += [(name, now, SPENT, 0) for name in spent]
         events = []
         for name, month, kind, cost in found:
-            if (name, month, kind) in self._noted or month < now:
+            if (name, month, kind) in self._noted or month < now or name.startswith("tenants/"):  # an adapter's
                 continue
             plan = plans.of_key(name.removeprefix("keys/")) if name.startswith("keys/") else plans.of(name)
             limit = getattr(plan, _FIELDS[kind])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ usage.command("report")(report)
 def show(
     context: typer.Context,
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Only this tenant and its keys.")] = "",
+    by_adapter: Annotated[bool, typer.Option("--by-adapter", help="Show what calls of each adapter used.")] = False,
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -45,25 +47,31 @@ def show(
     """
     if context.invoked_subcommand is not None:
         return
-    found = read_usage(store, tenant)
+    found = read_usage(store, tenant, by_adapter=by_adapter)
     if as_json:
         print_json(found)
         return
     has_money = any(any(one["counts"]["budget_per_month"].values()) for one in found)
     limits = [limit for limit in (found[0]["counts"] if found else ()) if has_money or limit not in _MONEY]
-    rows = (
-        (one["tenant"] or "-", one["key"] or "-", one["label"], *(_cell(one["counts"][limit]) for limit in limits))
-        for one in found
-    )
-    print_rows(("tenant", "key", "label", *(limit.replace("_", " ") for limit in limits)), rows)
+    names = ("tenant", "adapter") if by_adapter else ("tenant", "key", "label")
+    rows = [[_name(one, name) for name in names] + [_cell(one["counts"][limit]) for limit in limits] for one in found]
+    print_rows((*names, *(limit.replace("_", " ") for limit in limits)), rows)
 
 
-def read_usage(store: str, tenant: str = "") -> list[dict[str, Any]]:
+def read_usage(store: str, tenant: str = "", *, by_adapter: bool = False) -> list[dict[str, Any]]:
     """Return tenant, key, label and counts of each account and plan that the caller sees, or of one tenant.
 
-    Raises CommandError.
+    With `by_adapter` tenant, adapter and counts of each adapter. Raises CommandError.
     """
-    accounts = {one.name: one for one in Service("store", store, "admin.v1.accounts").list("ListAccounts", "accounts")}
+    listed = Service("store", store, "admin.v1.accounts").list("ListAccounts", "accounts")
+    if by_adapter:
+        of_adapters = {tuple(one.name.split("/", 3)[1::2]): one for one in listed if one.name.startswith("tenants/")}
+        return [
+            {"tenant": owner, "adapter": adapter, "counts": _counts(account, None)}
+            for (owner, adapter), account in sorted(of_adapters.items())
+            if tenant in {"", owner}
+        ]
+    accounts = {one.name: one for one in listed if not one.name.startswith("tenants/")}
     plans = {one.name: one for one in Service("store", store, "admin.v1.plans").list("ListPlans", "plans")}
     keys = {one.key_id: one for one in Service("store", store, "admin.v1.keys").list("ListKeys", "keys")}
     names = {*accounts, *(name.removeprefix("tenants/") for name in plans if name not in {DEFAULT, PRICES})}
@@ -93,6 +101,10 @@ def _counts(account: accounts_pb2.Account | None, plan: plans_pb2.Plan | None) -
                 "limit": getattr(plan, limit) if is_limited else None,
             }
     return counts
+
+
+def _name(found: Mapping[str, Any], field: str) -> str:
+    return found[field] or ("" if field == "label" else "-")
 
 
 def _cell(count: Count) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from operator import itemgetter
 from typing import Any
 
 from loraplex.admin.v1 import accounts_pb2, keys_pb2, plans_pb2
@@ -65,13 +64,19 @@ def _listed(method: str, kind: Any, field: str, timeout_s: float) -> Script[list
 def usage_of(
     accounts: Iterable[Any], plans: Iterable[Any], keys: Iterable[Any], tenant: str, now_s: float
 ) -> dict[str, Any]:
-    """Return the names of all tenants, and each count of a tenant and its keys; without a tenant, of all tenants."""
+    """Return the names of all tenants, and each count of a tenant, its keys and adapters, or of all tenants."""
     by_name: Messages = {one.name: one for one in accounts}
     limits: Messages = {one.name: one for one in plans}
     owners: Messages = {one.key_id: one for one in keys}
     named = (name.removeprefix("tenants/") for name in limits if name.startswith(("tenants/", "keys/")))
-    rows, tenants = [], set[str]()
+    rows, tenants = list[dict[str, Any]](), set[str]()
     for name in {*by_name, *named}:
+        if name.startswith("tenants/"):  # an adapter's
+            _, owner, _, adapter = name.split("/", 3)
+            if owner == tenant:
+                counts = _counts(by_name[name], None, now_s)
+                rows.append({"tenant": owner, "key": "", "label": "", "adapter": adapter, "counts": counts})
+            continue
         key_id = name.removeprefix("keys/") if name.startswith("keys/") else ""
         key = owners.get(key_id)
         owner, label = (key.tenant, key.label) if key else ("" if key_id else name, "")
@@ -80,7 +85,8 @@ def usage_of(
             plan = limits.get(name if key_id else f"tenants/{name}") or (None if key_id else limits.get("default"))
             counts = _counts(by_name.get(name), plan, now_s)
             rows.append({"tenant": owner, "key": key_id, "label": label, "counts": counts})
-    return {"tenants": sorted(tenants), "usage": sorted(rows, key=itemgetter("tenant", "key"))}
+    rows.sort(key=lambda row: (row["tenant"], row.get("adapter", ""), row["key"]))
+    return {"tenants": sorted(tenants), "usage": rows}
 
 
 def _counts(account: Any, plan: Any, now_s: float) -> dict[str, dict[str, float | None]]:

@@ -66,6 +66,8 @@ async def fill(address: str, ca: str, directory: Path) -> tuple[str, str, str]:
             accounts_pb2.Account(name="acme", **past, requests=7, day_tokens=250, month_tokens=900, month_cost=10**9),
             accounts_pb2.Account(name=f"keys/{key_id}", **past, month_tokens=400),
             accounts_pb2.Account(name="globex", **past, day_tokens=3),
+            accounts_pb2.Account(name="tenants/acme/adapters/org/support", **past, day_tokens=200),
+            accounts_pb2.Account(name="tenants/globex/adapters/support", **past, day_tokens=2),
         ]
     cert, key, _ = map(str, write_tls_files(directory, "loraplex://router/r"))
     async with grpc.aio.secure_channel(address, Tls(ca, cert, key).channel_credentials()) as channel:
@@ -83,7 +85,8 @@ async def check_roles(http: Http, admin: str, user: str, operator: str) -> None:
     status, own = await asked(http, "/v1/usage?tenant=acme", admin)
     assert status == 200
     assert own["tenants"] == ["acme"]
-    whole, chatbot = own["usage"]
+    whole, chatbot, adapter = own["usage"]
+    assert (adapter["adapter"], adapter["counts"]["tokens_per_day"]) == ("org/support", {"used": 200, "limit": None})
     assert (whole["tenant"], whole["key"], chatbot["label"]) == ("acme", "", "chatbot")
     # The requests were those of the minute before.
     assert whole["counts"]["requests_per_minute"] == {"used": 0, "limit": 60}

@@ -48,13 +48,14 @@ function show({ tenants, usage, operator }) {
     .filter((limit) => usage.some(({ counts }) => counts[limit].used || counts[limit].limit !== null));
   if (byId("usage").dataset.limits !== limits.join()) byId("usage").replaceChildren(); // a table with other heads
   byId("usage").dataset.limits = limits.join();
-  const heads = [{ title: "tenant", name: true }, { title: "key", name: true }]
+  const heads = [{ title: "tenant", name: true }, { title: "key or adapter", name: true }]
     .concat(limits.map((limit) => ({ title: limit.replace("_per_", " / ").replaceAll("_", " "), name: true })));
-  const rows = usage.map(({ tenant, key, label, counts }) => [
-    tenant || "-", label || key || "all", ...limits.map((limit) => count(counts[limit], `${limit} of ${key || tenant}`)),
+  const rows = usage.map(({ tenant, key, label, adapter, counts }) => [
+    tenant || "-", adapter || label || key || "all",
+    ...limits.map((limit) => count(counts[limit], `${limit} of ${adapter || key || tenant}`)),
   ]);
   showTable("usage", "usage-title", heads, rows, "Nothing is counted: no plan has limits, and no usage events are written.");
-  tell(operator && !chosen() && usage.length ? "Choose a tenant to see its keys." : "");
+  tell(operator && !chosen() && usage.length ? "Choose a tenant to see its keys and adapters." : "");
 }
 
 /** Offer the tenants in the list, the chosen one among them. */

@@ -316,6 +316,8 @@ class Quotas:
             limits = {tenant: {}, **limits}
         if not limits:
             return None
+        if facts.adapter_revision.startswith("tenants/"):  # what it uses is counted, and not limited
+            limits[facts.adapter_revision.partition("/revisions/")[0]] = {}
         reservation_id, received = resumed or ("", None)
         asked = Reservation(reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens)
         asked.input_price, asked.cached_price, asked.output_price = price.input, price.cached, price.output
