@@ -220,6 +220,7 @@ def test_an_ingress_is_told_of_the_backends_tls() -> None:
         ),
         ("oidc-gateway", ("gateway.route.hosts=null", "gateway.route.grpcHosts=null"), "/gateway/route"),
         ("laptop", ("router.usageUrl=billing:80",), "/router/usageUrl"),
+        ("laptop", ("router.contentHook=guard:9000",), "/router/contentHook"),
     ],
 )
 def test_values_that_contradict_credentials_are_refused(example: str, settings: tuple[str, ...], message: str) -> None:

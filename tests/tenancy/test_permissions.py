@@ -29,8 +29,12 @@ OPTIONAL = {
 }
 
 
+# Services that others serve, to routers.
+HOOKS = "loraplex.hooks.v1"
+
+
 def methods_of_protos() -> set[str]:
-    """Return every method of every service in protos/, of health, and of the packages that are installed."""
+    """Return every method of every service in protos/ but hooks, of health, and of the packages that are installed."""
     files = [health_pb2.DESCRIPTOR.name]
     files += [importlib.import_module(module).DESCRIPTOR.name for module in OPTIONAL.values() if is_importable(module)]
     for path in sorted((ROOT / "protos").rglob("*.proto")):
@@ -42,6 +46,7 @@ def methods_of_protos() -> set[str]:
         f"/{service.full_name}/{method.name}"
         for file in found
         for service in file.services_by_name.values()
+        if file.package != HOOKS
         for method in service.methods
     }
 

@@ -143,6 +143,7 @@ REASONS = {
     FinishReason.END: "end_turn",
     FinishReason.STOP: "stop_sequence",
     FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.CONTENT_FILTER: "refusal",
 }
 # Names of this protocol for the cluster's.
 _NAMES = {

@@ -37,6 +37,7 @@ REASONS = {
     FinishReason.END: "stop",
     FinishReason.STOP: "stop",
     FinishReason.TOOL_CALLS: "tool_calls",
+    FinishReason.CONTENT_FILTER: "content_filter",
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Names of this protocol for the cluster's, which has a tool without the object around its fields.

@@ -191,7 +191,7 @@ async def _completion(whole: Generation, texts: LogprobTexts | None, shows_reaso
 
 def _message(choice: Choice, shows_reasoning: bool) -> dict[str, Any]:
     content = choice.text if choice.text or not choice.tool_calls else None
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": choice.refusal or None}
     if choice.reasoning and shows_reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:

@@ -112,6 +112,10 @@ def _without_logprobs(item: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
+# Reasons of an incomplete response.
+_CUTS = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
+
+
 class _Answer:
     """An answer that grows by pieces: items of reasoning, text and calls, one after the other, told by events."""
 
@@ -245,14 +249,14 @@ class _Answer:
         return events + self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _finish(self, whole: Generation) -> bytes:
-        cut = whole.finish_reason is FinishReason.LENGTH
+        cut = _CUTS.get(whole.finish_reason)
         status = "incomplete" if cut else "completed"
         events = b"" if self.output else self._reach("message")
         events += self._close(status)
         self.whole = self._head | {
             "status": status,
             "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": cut} if cut else None,
             "output": self.output,
             "usage": _usage(whole.usage),
         }

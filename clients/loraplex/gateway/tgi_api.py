@@ -151,6 +151,7 @@ _REASONS = {
     FinishReason.END: "eos_token",
     FinishReason.STOP: "stop_sequence",
     FinishReason.TOOL_CALLS: "eos_token",
+    FinishReason.CONTENT_FILTER: "stop_sequence",
 }
 
 

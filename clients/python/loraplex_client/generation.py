@@ -34,13 +34,14 @@ from loraplex_client.retries import Tries
 class FinishReason(enum.StrEnum):
     """The reason of an answer's end: its limit of tokens or context, the model's own end, or a stop of the request.
 
-    TOOL_CALLS is the model's own end after calls of tools.
+    TOOL_CALLS is the model's own end after calls of tools; CONTENT_FILTER is a content hook's of the cluster.
     """
 
     LENGTH = "length"
     END = "end"
     STOP = "stop"
     TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class TokenLogprobs:
 class Choice:
     """A choice of an answer. `stop` is the stop string or stop token id that ended it, if any.
 
+    `refusal` is why a content hook ended it (CONTENT_FILTER).
+
     Of a chat, its reasoning and its calls of tools are not in `text`.
     """
 
@@ -65,6 +68,7 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    refusal: str = ""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -240,6 +244,7 @@ _REASONS = {
     inference_pb2.FINISH_REASON_END: FinishReason.END,
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+    inference_pb2.FINISH_REASON_CONTENT_FILTER: FinishReason.CONTENT_FILTER,
 }
 
 
@@ -337,6 +342,7 @@ class _Growing:
             logprobs=tuple(self.logprobs),
             reasoning="".join(self.reasoning),
             tool_calls=self.calls.whole(),
+            refusal=finished.refusal,
         )
         return self.ended
 

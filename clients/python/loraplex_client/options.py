@@ -63,6 +63,7 @@ def style_of(words: str | Sequence[str]) -> inference_pb2.JsonStyle:
 _CUTS = {
     FinishReason.LENGTH: "the answer was cut at max_tokens and",
     FinishReason.STOP: "the answer was cut at a stop string or token and",
+    FinishReason.CONTENT_FILTER: "the answer was cut by the cluster's content hook and",
 }
 
 

@@ -153,12 +153,13 @@ class FinishReason(StrEnum):
     # Of an engine alone: the answer's format is complete, and nothing may follow; or the answer has failed.
     COMPLETE = "complete"
     FAILED = "failed"
-    # Of a router alone: the answer has calls of tools.
+    # Of a router alone: the answer has calls of tools; or a content hook refused what comes next.
     TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
 
 
 # Reasons that clients get.
-CLIENT_REASONS = (FinishReason.LENGTH, FinishReason.END, FinishReason.STOP, FinishReason.TOOL_CALLS)
+CLIENT_REASONS = tuple(one for one in FinishReason if one.name not in {"COMPLETE", "FAILED"})
 
 
 @dataclass(frozen=True, slots=True)

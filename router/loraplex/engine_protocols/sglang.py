@@ -216,6 +216,7 @@ class SglangScheduler:
             end = reasoning_end(self._models.get("").tokenizer) if request.require_reasoning else None
             answer = EngineAnswer(call, tuple(request.tokenized.input_ids), streamed=request.stream, end=end)
             del request  # it may be large, and a stream long
+            await self._generation.check_prompt(call)
             async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
                     record.count(message.event)
@@ -226,6 +227,7 @@ class SglangScheduler:
         """Return the vector of a text, of length 1."""
         with RequestRecord(self._telemetry, context) as record, engine_field_names():
             call = record.begin(read_embedding(request, record.tenant, self._adapter))
+            await self._generation.check_prompt(call)
             (vector,), summary = await self._unary_calls.encode(call, context.time_remaining(), lambda one: one)
             record.count_texts("embed", 1, summary)
             return engine.EmbedResponse(

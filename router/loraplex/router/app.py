@@ -41,7 +41,7 @@ from loraplex.router.dispatch.outbox import Placer
 from loraplex.router.dispatch.relay import RelayService, check_advertised
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.admission import Admission, GrammarProofs
-from loraplex.router.generation.generation import STALLED_LOOK_S, Generation
+from loraplex.router.generation.generation import STALLED_LOOK_S, ContentHook, Generation
 from loraplex.router.generation.resume import LOOK_S as KEYS_S
 from loraplex.router.generation.resume import ResumeEpochs, ResumeKeys, ResumeTokens
 from loraplex.router.generation.rollouts import REPORT_S
@@ -49,7 +49,7 @@ from loraplex.router.metrics import RouterMetrics
 from loraplex.router.purge import CellPurge, RouterData, TenantDataService
 from loraplex.router.quotas.plans import Plans
 from loraplex.router.quotas.quotas import Quotas
-from loraplex.router.settings import ENGINE_PROTOCOLS, USAGE_EVENTS, Settings
+from loraplex.router.settings import CONTENT_HOOKS, ENGINE_PROTOCOLS, USAGE_EVENTS, Settings
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import CallError, PermissionDenied
 from loraplex.runtime.rpc.interceptors import CallMeter, Interceptor
@@ -214,6 +214,9 @@ class Router:
         if any(targets):
             usage = import_module(USAGE_EVENTS).UsageLog.open(servers.home, metrics, *targets)
         self.quotas = Quotas(Ledger(servers.home), self.plans, metrics, usage, self.store)
+        self.hook: ContentHook | None = None
+        if settings.content_hook:
+            self.hook = import_module(CONTENT_HOOKS).open_hook(settings.content_hook, self.tls, self.models, metrics)
         self.commands = AdapterCommands(self.models, self.store)
         self.resume_keys = resume_keys_of(settings, servers.home, self.seals)
         self.public = self._make_public_servers()
@@ -276,7 +279,9 @@ class Router:
         )
         tokens = ResumeTokens(self.resume_keys, ResumeEpochs(self.store, self.public.keys))
         generation = Generation(
-            admission, dispatcher, tokens, self.quotas, self.prompts, client_stall_s=settings.client_stall_s
+            *(admission, dispatcher, tokens, self.quotas, self.prompts),
+            client_stall_s=settings.client_stall_s,
+            hook=self.hook,
         )
         data = RouterData(
             dispatcher, self.store, self.configs, self.prompts, self.proofs, self.quotas, generation.rollouts
@@ -364,6 +369,8 @@ class Router:
         await self.relay.stop(HAND_OVER_S)
         for closing in (self.prompts, self.proofs, self.auditor):
             closing.close()
+        if self.hook is not None:
+            await self.hook.close()
         await asyncio.gather(self.store.close(), *(one.aclose() for one in self.servers.clients))
 
     async def _drain(self) -> None:

@@ -108,6 +108,9 @@ class RouterMetrics(Meters):
         self.ledger_refills = self.counter(
             "quota_ledger_refills", "Times that this router told a ledger that had lost data what it knows."
         )
+        checks = ("of", "result")
+        self.content_checks = self.counter("content_checks", "Checks of prompts and answers by the hook.", checks)
+        self.content_check_time = self.histogram("content_check_seconds", "To ask the content hook.", SHORT_S)
         self.usage_events = self.counter(
             "usage_events", "Usage events that this router sent and wrote, and Redis forgot."
         )

@@ -214,12 +214,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of an answer; with STOP, the string or token that ended it."""
+    """The end of an answer; with STOP, the string or token that ended it, with CONTENT_FILTER, the hook's reason."""
 
     reason: FinishReason
     stop_string: str | None = None
     stop_token_id: int | None = None
     choice: int = 0
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ from loraplex.runtime.tenancy.guard import is_loopback, is_tenant
 # Engine protocols and their modules, at the edge; and the tenant of calls that name none: that of the command.
 ENGINE_PROTOCOLS = {"sglang": "loraplex.engine_protocols.sglang"}
 DEFAULT_TENANT = "default"
-# The modules of usage events, at the edge.
+# The modules of usage events, and of content hooks, at the edge.
 USAGE_EVENTS, USAGE_SENDER = "loraplex.usage_events.log", "loraplex.usage_events.sender"
+CONTENT_HOOKS = "loraplex.content_hooks.hook"
 # Settings that each of several processes has for itself: ports, and files that it writes.
 _OWN_PORTS = ("relay_port", "operator_port", "operator_mtls_port", "metrics_port")
 _OWN_FILES = ("usage_file", "audit")
@@ -60,6 +61,7 @@ class Settings(AccessSettings):
     open_bytes_limit: int = setting("maximum bytes of open calls' requests", 1 << 28, least=2 * MESSAGE_BYTES)
     usage_file: str = setting("file that usage events are appended to (docs/guides/quotas.md)", "")
     usage_url: str = setting("HTTP collector that usage events are posted to; Redis keeps them until it takes them", "")
+    content_hook: str = setting("gRPC service that checks prompts and answers (docs/guides/content-hooks.md)", "")
     adapter_mib_tokens: float = setting("prompt tokens charged per MiB of an adapter that is loaded", 10.0)
     client_stall_s: float = setting("seconds after which a client that reads nothing is disconnected", 10.0, above=0)
     drain_s: float = setting("seconds that running requests may take after SIGTERM", 5.0)
@@ -106,6 +108,8 @@ class Settings(AccessSettings):
         check_logging(self.log_format, self.log_level)
         if self.usage_url:
             import_module(USAGE_SENDER).check_url(self.usage_url)
+        if self.content_hook:
+            import_module(CONTENT_HOOKS).read_hook(self.content_hook, tls)
         self._check_engine_protocol()
         if self.generation_config not in {"auto", "none"}:
             raise ValueError(f"--generation-config {self.generation_config}: give auto or none")

@@ -497,6 +497,7 @@ def write_message(message: Message, written: pb.GenerateEvent) -> None:
             _add_logprobs(event.tokens, written.prompt_logprobs.tokens.add)
         case Finished():
             written.finished.choice, written.finished.reason = event.choice, _REASONS[event.reason]
+            written.finished.refusal = event.refusal
             if event.stop_string is not None:
                 written.finished.stop_string = event.stop_string
             if event.stop_token_id is not None:

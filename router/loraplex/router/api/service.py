@@ -323,6 +323,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with RequestRecord(self.telemetry, context) as record:
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request  # it may be large, and a stream long
+            await self.generation.check_prompt(call)
             answer = self.generation.run(call, context.time_remaining(), on_admitted=_announcer(context))
             async with aclosing(answer) as messages:
                 async for message in messages:
@@ -378,6 +379,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             continuations = read_continuations(request)
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request
+            await self.generation.check_prompt(call, continuations)
             scores, summary = await self.unary_calls.score(call, continuations, context.time_remaining())
             record.count(summary)
             context.set_trailing_metadata(rates_metadata(summary.rate_limits))
@@ -387,6 +389,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return a vector of each text."""
         with RequestRecord(self.telemetry, context) as record:
             call = record.begin(read_embed(request, record.tenant))
+            await self.generation.check_prompt(call)
             normalize = not request.HasField("normalize") or request.normalize
             write = partial(write_embedding, normalize=normalize)
             embeddings, summary = await self.unary_calls.encode(call, context.time_remaining(), write)
@@ -398,6 +401,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the probabilities of a classifier's labels for each text."""
         with RequestRecord(self.telemetry, context) as record:
             call = record.begin(read_classify(request, record.tenant))
+            await self.generation.check_prompt(call)
             classifications, summary = await self.unary_calls.encode(
                 call, context.time_remaining(), write_classification
             )

@@ -277,6 +277,12 @@ class Answer:
         # Rank once: tokens after the stop string of the last candidate make no events.
         return events + self._ranking.ranked() if was_open and not self._open else events
 
+    def refuse(self, choice: int) -> None:
+        """End a choice whose text is refused: its further tokens make no events."""
+        if choice in self._open:
+            self._open.discard(choice)
+            self._ended.append(choice)
+
     def close_ended(self) -> None:
         """Close the choices that have ended, some by a stop string, which their worker does not know."""
         while self._ended:

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 from loraplex.contracts.broker.messages import Job
 from loraplex.router.dispatch.dispatcher import Dispatcher
@@ -23,10 +24,10 @@ from loraplex.router.dispatch.routed_job import Reader, RoutedJob
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.answer import Answer
 from loraplex.router.generation.resume import ResumePayload, ResumeTokens, Resumption
-from loraplex.router.generation.rollouts import NOT_OF_REVISIONS, Rollouts, Side, Trial
+from loraplex.router.generation.rollouts import NOT_OF_REVISIONS, OF_ROUTER, Rollouts, Side, Trial
 from loraplex.router.generation.run import Run, Runs
 from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, Quotas, rates_of
-from loraplex.router.request import Message, Received, Request
+from loraplex.router.request import EncodeRequest, Event, Message, Received, Request
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, InvalidField, RateLimits, Unavailable
 
@@ -42,6 +43,26 @@ STALLED_LOOK_S = 0.25
 RETRY_S = 1.0
 
 
+class AnswerCheck(Protocol):
+    """Checks the answer that one call reads."""
+
+    async def passed(self, events: Sequence[Event]) -> list[Event]:
+        """Return the events that may go to the client now; others come later, or their choice ends."""
+
+
+class ContentHook(Protocol):
+    """What checks the texts of calls; loraplex.content_hooks at the edge is one. Its checks raise a CallError."""
+
+    async def check_prompt(self, request: Request | EncodeRequest, continuations: Sequence[Any] = ()) -> None:
+        """Check the prompt of a call, and what Score appends to it."""
+
+    def answer_check(self, run: Run, answer: Answer, received: Mapping[int, Received] | None) -> AnswerCheck | None:
+        """Return the check of an answer; `received`: what the client of a resumed request has."""
+
+    async def close(self) -> None:
+        """Close the hook's channel."""
+
+
 @dataclass(eq=False)
 class Generation:
     """Runs the requests of one router."""
@@ -53,6 +74,7 @@ class Generation:
     prompts: PromptTokenizer
     # Maximum seconds that a client may leave a message unread.
     client_stall_s: float = math.inf
+    hook: ContentHook | None = None
 
     def __post_init__(self) -> None:
         """Begin without requests."""
@@ -92,6 +114,11 @@ class Generation:
             return False
         self._drop(run, run.routed.reader, Aborted(f"a call ended request_id {request_id}", reason="REQUEST_ABORTED"))
         return True
+
+    async def check_prompt(self, request: Request | EncodeRequest, continuations: Sequence[Any] = ()) -> None:
+        """Have the content hook check a call's prompt, where there is one. Raises a CallError."""
+        if self.hook is not None:
+            await self.hook.check_prompt(request, continuations)
 
     async def verify(self, request: Request, token: str) -> ResumePayload:
         """Return the payload of a request's resume token. Raises InvalidField or Unavailable."""
@@ -162,7 +189,7 @@ class Generation:
                         yield message
                 return
             except CallError as error:
-                if begun or side is sides[-1] or self._draining or isinstance(error, NOT_OF_REVISIONS):
+                if begun or side is sides[-1] or isinstance(error, NOT_OF_REVISIONS) or error.reason in OF_ROUTER:
                     raise
                 release = side.release if side else ""
                 log.warning("%s cannot answer, the live revision does: %s", release, error.message)
@@ -176,15 +203,18 @@ class Generation:
             await on_admitted(run.calls.not_enforced, rates_of(run.budget))
             make_answer = partial(Answer, request, run.tokenizer, run.routed, received, run.chat_format)
             answer = await self.prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
+            check = self.hook.answer_check(run, answer, received) if self.hook is not None else None
             started = False
             while arrivals := await run.routed.arrivals(reader):
                 count = sum(len(arrival.token_ids) for arrival in arrivals)
                 if not started:
                     count += len(run.routed.prompt_logprobs) * (1 + (job.prompt_logprobs or 0))
                 events = await self.prompts.run(job.tenant, count, partial(answer.events_of, arrivals))
-                answer.close_ended()
                 if run.trial is not None:
                     run.trial.read(events)
+                if check is not None:
+                    events = await check.passed(events)
+                answer.close_ended()
                 for event in events:
                     token = "" if started else self.tokens.sign(run.payload, request.tenant)
                     if run.budget is not None and not started:

@@ -51,6 +51,8 @@ SHADOW_S = 60.0
 _FAULTS = (Internal, DataLoss, Unavailable, Mismatch, NotFound)
 # Errors that a live revision would have given too, or that another try makes worse.
 NOT_OF_REVISIONS = (Aborted, DeadlinePassed, Exhausted)
+# Reasons of errors that are the router's own, as well.
+OF_ROUTER = frozenset({"ROUTER_DRAINING", "CONTENT_HOOK_AWAY"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Rollouts:
                 outcomes.ttft_buckets[ttft_bucket(routed.first_token_at - trial.side.chosen_at)] = 1
         elif (
             isinstance(trial.failure, _FAULTS)
-            and trial.failure.reason != "ROUTER_DRAINING"
+            and trial.failure.reason not in OF_ROUTER
             and (begun or not trial.side.is_candidate)
         ):
             outcomes = Outcomes(requests=1, errors=1)
@@ -202,9 +204,7 @@ class Rollouts:
             async with asyncio.timeout(SHADOW_S):
                 ended = await complete(job)
         except (CallError, TimeoutError) as error:
-            if isinstance(error, CallError) and (
-                isinstance(error, NOT_OF_REVISIONS) or error.reason == "ROUTER_DRAINING"
-            ):
+            if isinstance(error, CallError) and (isinstance(error, NOT_OF_REVISIONS) or error.reason in OF_ROUTER):
                 return
         shadow = self._outcomes(side).shadow
         shadow.requests += 1
