@@ -292,7 +292,12 @@ async def rehearse_oidc(directory: Path, streams: int, say: Say) -> None:
     """Ask gateways over HTTPS with tokens of an issuer, all at once."""
     (directory / "jwks.json").write_text(json.dumps({"keys": KEYS}))
     rules = [{"group": "acme-staff", "role": "tenant-user", "tenant": "acme"}]
-    issuer = {"issuer": ISSUER, "audience": AUDIENCE, "jwks": str(directory / "jwks.json"), "rules": rules}
+    issuer: dict[str, Any] = {
+        "issuer": ISSUER,
+        "audience": AUDIENCE,
+        "jwks": str(directory / "jwks.json"),
+        "rules": rules,
+    }
     issuer["sign_in"] = {"client_id": "page"}
     values = {"models": {"qwen": _NO_FILES}, "credentials": {"jwt": {"issuers": [issuer]}}}
     secrets = {"loraplex-sign-in": {"session.key": b"0123456789abcdef" * 4}}
