@@ -215,6 +215,8 @@ class Charged(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     input: int
     output: int
+    # Name of its account; empty: the base model's.
+    adapter: str = ""
 
 
 class Account(msgspec.Struct, frozen=True, tag=True):

@@ -135,7 +135,9 @@ def read_events(usage: Iterable[Path]) -> list[Charged]:
     for line in (line for path in usage if path.exists() for line in path.read_text().splitlines()):
         event = json.loads(line)
         data, before = event["data"], found.get(event["id"])
-        charged = Charged(event["id"], data["tenant"], data["request_id"], data["input_tokens"], data["output_tokens"])
+        adapter, is_revision, _ = data["adapter_revision"].partition("/revisions/")  # not a weighted set
+        tokens = data["input_tokens"], data["output_tokens"]
+        charged = Charged(event["id"], data["tenant"], data["request_id"], *tokens, adapter if is_revision else "")
         if before is None or (before.input, before.output) < (charged.input, charged.output):
             found[event["id"]] = charged
     return list(found.values())
@@ -189,7 +191,8 @@ class _LedgerCheck:
         self._is_lossy = any(fault.kind in LOSSES for fault in faults)
         for charge in (line for line in lines if isinstance(line, Charged)):
             self._of_request[charge.tenant, charge.request_id].append(charge)
-            self._in_events[charge.tenant] += charge.input + charge.output
+            for account in filter(None, (charge.tenant, charge.adapter)):
+                self._in_events[account] += charge.input + charge.output
         for observation in self._requests:
             self._of_tenant[observation.request.revision.tenant].append(observation)
         self._unsure = {one.request.number for one in self._requests if self._is_unsure(one)}
@@ -272,9 +275,11 @@ class _LedgerCheck:
 
     def _check_account(self, tenant: str, *, exact: bool) -> None:
         tokens, in_events = self._accounts[tenant], self._in_events.get(tenant, 0)
-        self._verdict.account_tokens += tokens
-        self._verdict.event_tokens += in_events
-        unsure = [one.request for one in self._of_tenant.get(tenant, ()) if one.request.number in self._unsure]
+        owner = tenant.split("/")[1] if "/" in tenant else tenant  # of an adapter's account
+        if owner == tenant:
+            self._verdict.account_tokens += tokens
+            self._verdict.event_tokens += in_events
+        unsure = [one.request for one in self._of_tenant.get(owner, ()) if one.request.number in self._unsure]
         if tokens != in_events:
             within = abs(tokens - in_events) <= sum(_asked(self._model, request) for request in unsure)
             what = f"the account of {tenant} has {tokens} tokens, its events have {in_events}"
