@@ -87,6 +87,7 @@ TESTS.contracts := artifacts broker grammars
 TESTS.router := router
 TESTS.usage_events := router/usage_events
 TESTS.content_hooks := router/content_hooks
+TESTS.decisions := e2e/gateway/test_decisions.py
 TESTS.worker := worker/io worker/engine/scheduling worker/engine/test_engine_process.py
 TESTS.adapter_store := adapter_store
 TESTS.cli := clients/test_cli.py clients/test_options.py clients/test_extras.py
@@ -106,6 +107,7 @@ $(foreach room,router worker adapter_store,$(eval BELOW.$(room) := contracts))
 $(foreach room,encoders model_tools,$(eval BELOW.$(room) := worker))
 BELOW.usage_events := router
 BELOW.content_hooks := router
+BELOW.decisions := router
 
 # Tests that start no cluster and no model; of ROOM all of its own.
 ROOM ?=

@@ -118,6 +118,13 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             request_id=request.spec.request_id,
         )
 
+    async def Decide(self, request: inference_pb2.DecideRequest, context: Any) -> Any:
+        self._note(request, context)
+        decision = inference_pb2.Decision(probabilities=[0.75, 0.25], label_mass=0.5, scored_labels=1)
+        return inference_pb2.DecideResponse(
+            decisions=[decision] * len(request.questions), usage=inference_pb2.Usage(prompt_tokens=4, cached_tokens=2)
+        )
+
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> Any:
         self._note(request, context)
         if self.encode_failures:

@@ -289,6 +289,14 @@ async def test_other_calls(server: Any) -> None:
         assert client.count_tokens("hi", adapter_id="a") == 7
         scores = client.score("hi", [" a", [1, 2]], adapter_id="a", request_id="r")
         assert (scores.best, scores.scores[1].sum, scores.scores[0].is_greedy) == (0, -2.0, False)
+        asked = [
+            lx.Question("so"),
+            lx.Question("which", choices={"a": "first", "b": ""}),
+            lx.Question("x", levels="12"),
+        ]
+        decided = client.decide("hi", asked).decisions
+        assert [one.best for one in decided] == ["yes", "a", "1"]
+        assert (decided[2].score, round(decided[1].confidence, 3), decided[0].label_mass) == (0.25, 0.189, 0.5)
         assert client.models() == (lx.ServedModel("tiny", "sha256:00", 512, max_rank=2),)
     async with lx.AsyncClient(server.address) as client:
         assert await client.tokenize("hi") == (104, 105)

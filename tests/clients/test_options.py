@@ -44,6 +44,7 @@ EVERYTHING: GenerateOptions = {
     "best_of": 3,
     "prompt_logprobs": 4,
     "logprobs": 0,
+    "logprob_token_ids": [9, 4],
     "echo": True,
     "skip_special_tokens": False,
     "stream_interval": 4,
@@ -103,7 +104,14 @@ def test_everything_finds_its_field() -> None:
             max_tokens=8, min_tokens=2, stop=["a", "b"], stop_token_ids=[1, 2], ignore_eos=False
         ),
         output=inference_pb2.Output(
-            n=2, best_of=3, logprobs=0, prompt_logprobs=4, echo=True, skip_special_tokens=False, stream_interval=4
+            n=2,
+            best_of=3,
+            logprobs=0,
+            logprob_token_ids=[9, 4],
+            prompt_logprobs=4,
+            echo=True,
+            skip_special_tokens=False,
+            stream_interval=4,
         ),
         json_style=inference_pb2.JsonStyle(
             whitespace=inference_pb2.JSON_WHITESPACE_FLEXIBLE, property_order=inference_pb2.PROPERTY_ORDER_SORTED

@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from loraplex_client import AsyncClient, FinishReason, Generation, InvalidRequestError, UnavailableError
+from loraplex_client import AsyncClient, FinishReason, Generation, InvalidRequestError, Question, UnavailableError
 from tests.content_hook import REASON, ContentHook, serving_hook
 from tests.e2e.conftest import TENANT, Cluster, jobs, running_cluster, write_hash_adapters
 from tests.plans_file import set_plans
@@ -80,6 +80,8 @@ async def test_prompts_are_refused_at_every_door_ahead_of_the_queue(hooked: Hook
             lambda: counted.generate(messages=chat, max_tokens=2),
             lambda: counted.score(prompt, ["a"]),
             lambda: counted.score("Say", [f" {WORD}"]),
+            lambda: counted.decide(prompt, [Question("So?")]),
+            lambda: counted.decide("Say", [Question("So?"), Question(f"Is it {WORD}?")]),
             lambda: counted.embed([prompt]),
             lambda: counted.classify([prompt]),
         ]

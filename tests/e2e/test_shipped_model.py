@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from examples import raw_stub, structured
-from loraplex_client import Client
+from loraplex_client import Client, Decision, Question
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.tiny_models import TinyModel
 
@@ -113,3 +114,63 @@ def test_every_weight_in_a_byte(one_thread: None) -> None:
     before, after = found["texts"]
     assert before.startswith(quantized.PROMPT)
     assert after[:60] == before[:60]
+
+
+QUESTIONS = (
+    Question("The customer wants money back.", yes="a refund is asked for"),
+    Question("Which team?", choices={"A": "", "B": "billing", "parcel shipping": "parcels", "money returned": ""}),
+    Question("How angry?", levels=["1", "2", "3"]),
+)
+ASKED = (
+    "The customer wants money back.\nIs that so? Answer with one of:\n- yes: a refund is asked for\n- no",
+    "Which team?\nAnswer with one of:\n- A\n- B: billing\n- parcel shipping: parcels\n- money returned",
+    "How angry?\nAnswer with one of these levels, from lowest to highest:\n- 1\n- 2\n- 3",
+)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_decisions_are_the_models_own_and_the_same_alone_and_among_others(
+    cluster: Cluster, eventually: Eventually, oracle: TinyModel
+) -> None:
+    import torch
+    from transformers import AutoTokenizer
+
+    auto: Any = AutoTokenizer
+    tokenizer = auto.from_pretrained(EXAMPLES / "model")
+    text = "I was charged twice for my order and nobody answers. " * 3
+    names = (*ADAPTERS, None)
+
+    def truth(name: str | None, asked: str, labels: tuple[str, ...]) -> list[float]:
+        """The log probability of each label behind the prompt."""
+        found = []
+        for label in labels:
+            prompt_ids = tokenizer(f"{text}\n\n{asked}\nAnswer:").input_ids
+            ids = tokenizer(f"{text}\n\n{asked}\nAnswer: {label}").input_ids
+            assert ids[: len(prompt_ids)] == prompt_ids
+            if name is not None:
+                oracle.peft.set_adapter(name)
+            with oracle.peft.disable_adapter() if name is None else nullcontext(), torch.inference_mode():
+                logprobs = oracle.peft(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+            places = range(len(prompt_ids), len(ids))
+            found.append(sum(float(logprobs[place - 1, ids[place]]) for place in places))
+        return found
+
+    async def ask(name: str | None, questions: tuple[Question, ...]) -> tuple[Decision, ...]:
+        return (await cluster.client.decide(text, questions, adapter_id=name)).decisions
+
+    together = await asyncio.gather(
+        *(ask(name, QUESTIONS) for name in names), *(ask(name, QUESTIONS) for name in names)
+    )
+    alone = [[(await ask(name, (question,)))[0] for question in QUESTIONS] for name in names]
+    scored = set[int]()
+    for name, decisions, again, each in zip(names, together[:4], together[4:], alone, strict=True):
+        assert list(decisions) == list(again) == each
+        for question, asked, decision in zip(QUESTIONS, ASKED, decisions, strict=True):
+            logprobs = torch.tensor(truth(name, asked, question.labels), dtype=torch.float64)
+            shares = torch.tensor(list(decision.probabilities.values()), dtype=torch.float64)
+            torch.testing.assert_close(shares, logprobs.softmax(-1), rtol=0, atol=1e-5)
+            assert abs(decision.label_mass - float(logprobs.exp().sum())) <= 1e-5
+            scored.add(decision.scored_labels)
+    assert len({one[0].probabilities["yes"] for one in alone}) == 4, "the adapters do not matter"
+    assert {0, 2} <= scored, "labels of one token and of several"
+    await eventually(cluster.idle)

@@ -23,6 +23,7 @@ from loraplex.gateway.anthropic_api import COUNT, MESSAGES, count_tokens, messag
 from loraplex.gateway.anthropic_api import PROTOCOL as ANTHROPIC
 from loraplex.gateway.bodies import Body
 from loraplex.gateway.cluster import Cluster
+from loraplex.gateway.decisions_api import DECISION, SYSTEM_ONE, decisions, system_one
 from loraplex.gateway.endpoint import (
     Gateway,
     GatewayMetrics,
@@ -130,6 +131,8 @@ PATHS = {
     "/v1/chat/completions": Served(OPENAI, {"POST": chat_completions}, CHAT, "chat"),
     "/v1/completions": Served(OPENAI, {"POST": completions}, COMPLETION, "text_completion"),
     "/v1/responses": Served(RESPONSES, {"POST": responses}, RESPONSE, "chat"),
+    "/v1/decisions": Served(OPENAI, {"POST": decisions}, DECISION, "decide"),
+    "/v1/systemone": Served(OPENAI, {"POST": system_one}, SYSTEM_ONE, "decide"),
     "/v1/embeddings": Served(OPENAI, {"POST": embeddings}, EMBEDDING, "embeddings"),
     "/v1/models": Served(OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": Served(OPENAI, {"GET": get_model}),

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from loraplex_client.chat import ToolCall, ToolCallPart
 from loraplex_client.client import AsyncClient, AsyncStoreClient, Client, StoreClient
 from loraplex_client.connection import AsyncGenerationStream, GenerationStream
+from loraplex_client.decisions import Decision, Decisions, Question
 from loraplex_client.encoding import Classification, Classifications, Embeddings, EncodeOptions
 from loraplex_client.endpoint import Tls
 from loraplex_client.errors import (
@@ -85,6 +86,8 @@ __all__ = [
     "ContinuationScore",
     "DataLossError",
     "DeadlineExceededError",
+    "Decision",
+    "Decisions",
     "Embeddings",
     "EncodeOptions",
     "Exported",
@@ -106,6 +109,7 @@ __all__ = [
     "Piece",
     "Provenance",
     "Pushed",
+    "Question",
     "RateLimit",
     "ResourceExhaustedError",
     "Revision",

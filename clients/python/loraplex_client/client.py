@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, Generic, Self, TypeVar, Unpack, cast, overload
 
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -12,6 +13,7 @@ from loraplex_client.adapters import StoreCalls
 from loraplex_client.calls import Call, Script
 from loraplex_client.chat import ChatMessages, chat_of
 from loraplex_client.connection import AsyncGenerationStream, AsyncioClient, BlockingClient, GenerationStream, method
+from loraplex_client.decisions import Decisions, Question, decisions_of
 from loraplex_client.encoding import EncodingCalls
 from loraplex_client.endpoint import ApiKey, Tls, credentials_of
 from loraplex_client.errors import InvalidRequestError, NotImplementedByServerError, rate_limits_in
@@ -199,6 +201,29 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
             adapters=tuple((part.adapter, part.weight) for part in response.adapters),
             rate_limits=rate_limits_in(told),
         )
+
+    @method
+    @with_keywords(GenerateOptions)
+    def decide(
+        self,
+        prompt: str | None,
+        questions: Sequence[Question],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Script[Decisions]:
+        """Return the probabilities of the answers to questions about a prompt, or about `messages`.
+
+        Nothing is generated, and the questions share the computation of the input. Of the keywords those that concern
+        the input and the adapters may be given. Raises LoraplexError.
+        """
+        request = inference_pb2.DecideRequest(
+            spec=generate_request(prompt, options).spec,
+            questions=[question.message(index) for index, question in enumerate(questions)],
+        )
+        told: list[Any] = []
+        response = yield Call("Decide", request, timeout_s=timeout_s, hear=told.extend)
+        return replace(decisions_of(response, questions), rate_limits=rate_limits_in(told))
 
     @method
     def detokenize(

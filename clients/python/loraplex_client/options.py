@@ -179,6 +179,8 @@ class ChatOptions(TypedDict, total=False):
     best_of: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    # in place of logprobs: up to 256 ids whose log probabilities each token has as its alternatives
+    logprob_token_ids: Sequence[int] | None
     echo: bool | None
     skip_special_tokens: bool | None
     # a message only every so many tokens

@@ -94,8 +94,9 @@ class Job:
     # Time in ms that was left at the enqueue; 0: no deadline.
     deadline_ms: U63 = 0
     strikes: U32 = 0
-    # Number of alternatives to report for each token; None: no logprobs.
+    # Number of alternatives to report for each token; None: no logprobs. They are the likeliest ids, or these.
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     # The first prompt token whose log probabilities are reported, counted from 0.
     prompt_logprobs_start: U32 = 0

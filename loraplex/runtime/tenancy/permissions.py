@@ -118,6 +118,7 @@ PERMISSIONS: Mapping[str, Permission] = {
             "Generate": _GENERATE,
             "Resume": _GENERATE,
             "Score": _GENERATE,
+            "Decide": _GENERATE,
             "Embed": _GENERATE,
             "Classify": _GENERATE,
             "Tokenize": _TOKENIZE,

@@ -148,6 +148,8 @@ class Request:
     # Number of candidates from which the n with the best mean log probability are chosen; n by default.
     best_of: int = 1
     logprobs: int | None = None
+    # Ids whose log probabilities are wanted, as many as `logprobs`; empty: those of the likeliest ids.
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     # The first prompt token whose log probabilities are wanted, counted from 0.
     prompt_logprobs_start: int = 0

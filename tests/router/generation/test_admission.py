@@ -70,6 +70,9 @@ class Cluster:
             raise Unavailable(f"{name} is not served here yet", reason="NO_MODEL")
         return self.get(name)
 
+    def refusal(self, name: str, adapter: Any) -> None:
+        """No plan refuses a model."""
+
     def why_unservable(self, job: Job) -> CallError | None:
         return self.unservable
 

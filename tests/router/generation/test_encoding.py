@@ -60,6 +60,9 @@ class Cluster:
     def serving(self, name: str, digest: str = "") -> Any:
         return self.workers
 
+    def refusal(self, name: str, adapter: Any) -> None:
+        """No plan refuses a model."""
+
     def expects_worker(self, name: str, digest: str = "") -> bool:
         return self.expects
 

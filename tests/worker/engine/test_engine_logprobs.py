@@ -56,8 +56,14 @@ def true_logits(tiny: Any, sequence: Sequence[int], adapter: str | None) -> torc
     return logits
 
 
-def assert_true(told: Sequence[TokenLogprobs], tokens: Sequence[int], logits: torch.Tensor, alternatives: int) -> None:
-    """`logits` [tokens, vocab] has the true logits of each token."""
+def assert_true(
+    told: Sequence[TokenLogprobs],
+    tokens: Sequence[int],
+    logits: torch.Tensor,
+    alternatives: int,
+    named: tuple[int, ...] = (),
+) -> None:
+    """`logits` [tokens, vocab] has the true logits of each token; `named` are the ids that were asked for."""
     assert len(told) == len(tokens) == len(logits)
     if not tokens:
         return
@@ -66,7 +72,9 @@ def assert_true(told: Sequence[TokenLogprobs], tokens: Sequence[int], logits: to
     torch.testing.assert_close(own, truth[range(len(tokens)), list(tokens)], rtol=0, atol=atol)
     for one, row in zip(told, truth, strict=True):
         values = torch.tensor([logprob for _, logprob in one.alternatives], dtype=torch.float64)
-        torch.testing.assert_close(values, row.topk(alternatives).values, rtol=0, atol=atol)
+        assert not named or tuple(token for token, _ in one.alternatives) == named
+        likeliest = row[list(named)] if named else row.topk(alternatives).values
+        torch.testing.assert_close(values, likeliest, rtol=0, atol=atol)
         torch.testing.assert_close(values, row[[token for token, _ in one.alternatives]], rtol=0, atol=atol)
 
 
@@ -75,6 +83,7 @@ def requests_of(tiny: Any) -> list[NewSequence]:
         tiny.request("greedy", range(10, 41), 9, logprobs=3, prompt_logprobs=2),
         tiny.request("tuned", range(10, 41), 14, "plain", logprobs=0, prompt_logprobs=0, sampling=NOISY),
         tiny.request("cached", range(10, 41), 20, logprobs=20),
+        tiny.request("named", range(30, 67), 15, "plain", logprobs=3, logprob_token_ids=(50, 0, 7), sampling=NOISY),
         tiny.request("noisy", range(30, 67), 12, logprobs=5, prompt_logprobs=20, sampling=NOISY),
         tiny.request("silent", range(30, 67), 18, sampling=NOISY),
         tiny.request("short", (7,), 16, logprobs=1, prompt_logprobs=1),
@@ -92,7 +101,7 @@ def check(tiny: Any, request: NewSequence, outputs: list[Output]) -> None:
     else:
         assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
         new = begin - 1 + len(request.emitted_ids)
-        assert_true(told, ids(outputs), truth[new:], request.logprobs)
+        assert_true(told, ids(outputs), truth[new:], request.logprobs, request.logprob_token_ids)
     of_prompt = [one for output in outputs for one in output.prompt_logprobs]
     if request.prompt_logprobs is None:
         assert not of_prompt

@@ -69,8 +69,9 @@ class NewSequence:
     # The tenant's weight: twice the weight gets twice the rows.
     weight: float = 1.0
     priority: int = 0
-    # Number of alternatives to report for each token; None: no logprobs.
+    # Number of alternatives to report for each token; None: no logprobs. They are the likeliest ids, or these.
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     # Number of alternatives for the prompt's tokens from `prompt_logprobs_start` on; cached ones are computed anew.
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0

@@ -285,6 +285,7 @@ BAD_WORD_CHARACTERS = 64
 STREAM_INTERVAL = 1_000
 CHOICES = 16
 LOGPROBS = 20
+LOGPROB_TOKEN_IDS = 256
 ADAPTERS = 8
 
 _NEUTRAL = SamplingParams()
@@ -299,6 +300,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
     format_field, grammar = read_format(spec, tenant)
     check_priority(spec.priority)
     check_most("session_id", len(spec.session_id), SESSION_ID_CHARACTERS, "characters")
+    named_ids = _logprob_token_ids(spec.output)
     return Request(
         tenant=tenant,
         prompt=prompt,
@@ -319,10 +321,9 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         stream_interval=max(1, interval),
         n=n,
         best_of=best_of,
-        logprobs=_logprobs("output.logprobs", spec.output.logprobs) if spec.output.HasField("logprobs") else None,
-        prompt_logprobs=_logprobs("output.prompt_logprobs", spec.output.prompt_logprobs)
-        if spec.output.HasField("prompt_logprobs")
-        else None,
+        logprobs=len(named_ids) or _logprobs(spec.output, "logprobs"),
+        logprob_token_ids=named_ids,
+        prompt_logprobs=_logprobs(spec.output, "prompt_logprobs"),
         priority=spec.priority,
         session_id=spec.session_id,
         format_field=format_field,
@@ -365,9 +366,20 @@ def _choices(output: pb.Output) -> tuple[int, int]:
     return n, best_of
 
 
-def _logprobs(field: str, value: int) -> int:
-    check_most(field, value, LOGPROBS)
-    return value
+def _logprobs(output: pb.Output, field: str) -> int | None:
+    value: int = getattr(output, field)
+    check_most(f"output.{field}", value, LOGPROBS)
+    return value if output.HasField(field) else None  # type: ignore[arg-type]
+
+
+def _logprob_token_ids(output: pb.Output) -> tuple[int, ...]:
+    ids, field = tuple(output.logprob_token_ids), "output.logprob_token_ids"
+    check_most(field, len(ids), LOGPROB_TOKEN_IDS, "ids")
+    if ids and output.HasField("logprobs"):
+        raise InvalidField(field, "give either output.logprobs or these")
+    if len(set(ids)) < len(ids):
+        raise InvalidField(field, "has an id twice")
+    return ids
 
 
 def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Prompt]:

@@ -101,7 +101,7 @@ def answered_attributes(summary: Summary, reasons: list[str], model: str) -> Att
 
 
 # Methods whose calls are counted as requests; the metrics of other calls are rpc/interceptors.py's.
-COUNTED_METHODS = ("Generate", "Resume", "Score", "Embed", "Classify")
+COUNTED_METHODS = ("Generate", "Resume", "Score", "Decide", "Embed", "Classify")
 
 R = TypeVar("R", Request, EncodeRequest)
 

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor
@@ -242,6 +243,8 @@ class OpenCalls(Interceptor):
         shares.take_or_refuse(tenant, amount, subject=f"tenants/{tenant}/calls", what=what, reason="ROUTER_FULL")
 
 
+# The edge package that asks questions.
+DECISIONS = "loraplex.decisions"
 # Maximum continuations of a call.
 CONTINUATIONS = 64
 # Fields of a request that say how an answer is made: a score has none.
@@ -250,11 +253,16 @@ _OF_ANSWERS = frozenset(
 )  # fmt: skip
 
 
+def check_makes_no_answer(spec: pb.GenerateSpec) -> None:
+    """Raise InvalidField where a spec says how an answer is made."""
+    for field, _ in spec.ListFields():
+        if field.name in _OF_ANSWERS:
+            raise InvalidField(field.name, "concerns an answer, and this call makes none; leave it unset")
+
+
 def read_continuations(request: pb.ScoreRequest) -> list[str | tuple[int, ...]]:
     """Return the continuations: texts, or ids. Raises InvalidField."""
-    for field, _ in request.spec.ListFields():
-        if field.name in _OF_ANSWERS:
-            raise InvalidField(field.name, "concerns an answer, and Score makes none; leave it unset")
+    check_makes_no_answer(request.spec)
     if not 1 <= len(request.continuations) <= CONTINUATIONS:
         count = len(request.continuations)
         raise InvalidField("continuations", f"{count} continuations; give 1 to {CONTINUATIONS}")
@@ -313,7 +321,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self, generation: Generation, admission: Admission, telemetry: RequestTelemetry) -> None:
         self.generation = generation
-        self._admission = admission
+        self.admission = admission
         self.unary_calls = UnaryCalls(generation, admission)
         self.models, self.prompts = admission.models, admission.prompts
         self.telemetry = telemetry
@@ -364,12 +372,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             stopping=Stopping(max_tokens=0),  # the whole context is the prompt's
             prompt_options=read_prompt_options(request),
         )
-        return pb.TokenizeResponse(token_ids=await self._admission.prompt_ids(call))
+        return pb.TokenizeResponse(token_ids=await self.admission.prompt_ids(call))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""
         call = await read_spec(request.spec, calling_tenant(), self.models, self.prompts)
-        count = len(await self._admission.prompt_ids(call))
+        count = len(await self.admission.prompt_ids(call))
         context_length = self.models.get(call.model).manifest.context_length
         return pb.CountTokensResponse(prompt_tokens=count, context_length=context_length)
 
@@ -384,6 +392,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             record.count(summary)
             context.set_trailing_metadata(rates_metadata(summary.rate_limits))
             return write_scores(scores, summary)
+
+    async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideResponse:
+        """Return the probabilities of the answers to questions."""
+        decide = import_module(DECISIONS).decide
+        with RequestRecord(self.telemetry, context) as record:
+            response, summary = await decide(self, request, record, context.time_remaining())
+            record.count(summary)
+            context.set_trailing_metadata(rates_metadata(summary.rate_limits))
+            return response  # type: ignore[no-any-return]
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return a vector of each text."""

@@ -344,6 +344,7 @@ class Admission:
             ("stopping.stop_token_ids", request.stopping.stop_token_ids),
             ("sampling.logit_bias", tuple(token_id for token_id, _ in request.sampling.logit_bias)),
             ("sampling.allowed_token_ids", request.sampling.allowed_token_ids),
+            ("output.logprob_token_ids", request.logprob_token_ids),
         ):
             check_ids(path, ids, model.manifest.vocab_size)
         stopping = StoppingParams(
@@ -359,6 +360,7 @@ class Admission:
             n=request.best_of,
             # Candidates are ranked by their log probabilities.
             logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
+            logprob_token_ids=request.logprob_token_ids,
             prompt_logprobs=request.prompt_logprobs,
             prompt_logprobs_start=request.prompt_logprobs_start,
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),

@@ -96,7 +96,7 @@ class UnaryCalls:
         self, request: EncodeRequest, deadline_s: float | None, write: Callable[[Vector], T]
     ) -> tuple[list[T], Summary]:
         """Return what `write` makes of the texts' vectors, in order, and one summary of all. Raises a CallError."""
-        remaining_s = _countdown(deadline_s)
+        remaining_s = countdown(deadline_s)
         jobs, classifier = await self._admission.admit_texts(request)
         prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
         async with self._generation.reserved(request.tenant, NO_FACTS.of_job(jobs[0]), prompt_tokens) as budget:
@@ -118,26 +118,26 @@ class UnaryCalls:
         self, request: Request, continuations: Sequence[str | tuple[int, ...]], deadline_s: float | None
     ) -> tuple[list[ContinuationScore], Summary]:
         """Return the scores in order, and one summary of all. Raises a CallError."""
-        remaining_s = _countdown(deadline_s)
+        remaining_s = countdown(deadline_s)
         request_id = request.request_id or secrets.token_hex(8)
         # All parts are on one side of a rollout.
         request = replace(request, request_id=request_id, session_id=request.session_id or request_id)
         prompt_ids, endings, model, revision = await self._admission.continuation_ids(request, continuations)
         facts = Facts(request_id=request_id, model=model, adapter_revision=revision)
-        parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
+        parts = [continuation_request(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
         prompt_tokens = sum(len(prompt_ids) + len(ending) for ending in endings)
         async with self._generation.reserved(request.tenant, facts, prompt_tokens) as budget:
 
             async def run(part: Request) -> tuple[ContinuationScore, Summary]:
-                return await self._score(part, remaining_s(), budget)
+                return await self.score_part(part, remaining_s(), budget)
 
             first = await run(parts[0])
-            others = [partial(run, _with_revision(part, first[1])) for part in parts[1:]]
+            others = [partial(run, with_revision(part, first[1])) for part in parts[1:]]
             scored = [first, *await run_some_at_once(others, CONTINUATIONS_AT_ONCE)]
-        summary = _total(request.request_id, [summary for _, summary in scored])
+        summary = total_of(request.request_id, [summary for _, summary in scored])
         return [score for score, _ in scored], replace(summary, rate_limits=rates_of(budget))
 
-    async def _score(
+    async def score_part(
         self, part: Request, deadline_s: float | None, budget: CallBudget | None
     ) -> tuple[ContinuationScore, Summary]:
         logprobs: PromptLogprobs | None = None
@@ -151,7 +151,7 @@ class UnaryCalls:
         raise Internal("a continuation ended without its log probabilities", reason="NO_LOGPROBS")
 
 
-def _countdown(deadline_s: float | None) -> Callable[[], float | None]:
+def countdown(deadline_s: float | None) -> Callable[[], float | None]:
     """Return a function that returns how many seconds are left of a deadline; None: there is none."""
     ends_at = None if deadline_s is None else time.monotonic() + deadline_s
     return lambda: None if ends_at is None else ends_at - time.monotonic()
@@ -183,7 +183,7 @@ def _summary(ended: Sequence[RoutedJob]) -> Summary:
     )
 
 
-def _part(request: Request, index: int, prompt_ids: tuple[int, ...], ending: tuple[int, ...]) -> Request:
+def continuation_request(request: Request, index: int, prompt_ids: tuple[int, ...], ending: tuple[int, ...]) -> Request:
     """Return the request whose prompt's log probabilities, from the continuation on, are a continuation's."""
     prompt = (*prompt_ids, *ending)
     # The message's fingerprint knows no continuations: a call with others must not take this one over.
@@ -214,7 +214,7 @@ def _score(part: Request, logprobs: PromptLogprobs) -> ContinuationScore:
     return ContinuationScore(ids, tuple(token.logprob for token in tokens), greedy)
 
 
-def _with_revision(request: Request, summary: Summary) -> Request:
+def with_revision(request: Request, summary: Summary) -> Request:
     """Return a request for the revision that served the first: an alias may move meanwhile."""
     if summary.adapters:
         parts = (WeightedAdapter(_name_of(part.adapter), part.weight) for part in summary.adapters)
@@ -227,7 +227,7 @@ def _name_of(revision: str) -> str:
     return revision.replace("/revisions/sha256:", "@sha256:")
 
 
-def _total(request_id: str, summaries: Sequence[Summary]) -> Summary:
+def total_of(request_id: str, summaries: Sequence[Summary]) -> Summary:
     return replace(
         summaries[0],
         request_id=request_id,

@@ -109,9 +109,13 @@ def next_allowed_token(model: HashModel, state: blake2b, answered: int, allowed:
     return int(allowed[int.from_bytes(state.digest(), "little") % len(allowed)])
 
 
-def hash_logprobs(model: HashModel, token: int, number: int, alternatives: int) -> TokenLogprobs:
+def hash_logprobs(
+    model: HashModel, token: int, number: int, alternatives: int, named: tuple[int, ...] = ()
+) -> TokenLogprobs:
     """Return one of 16 log probabilities, chosen by `number`; the likeliest tokens are `token` and those after it."""
     logprob = -(number % 16 + 1) / 16
+    if named:
+        return TokenLogprobs(logprob, tuple((one, -((number + one) % 16 + 1) / 16) for one in named))
     likeliest = range(min(alternatives, model.vocab))
     return TokenLogprobs(logprob, tuple(((token + rank) % model.vocab, logprob - rank) for rank in likeliest))
 
@@ -202,7 +206,8 @@ class HashEngine(Engine[Scheduler]):
             token = next_token(self._model, state, sequence.answered, banned)
         logprobs = None
         if sequence.spec.logprobs is not None:
-            logprobs = hash_logprobs(self._model, token, state.digest()[0], sequence.spec.logprobs)
+            number, named = state.digest()[0], sequence.spec.logprob_token_ids
+            logprobs = hash_logprobs(self._model, token, number, sequence.spec.logprobs, named)
         state.update(id_bytes((token,)))
         return token, logprobs
 

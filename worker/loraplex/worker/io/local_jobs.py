@@ -168,6 +168,7 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         adapter=adapter,
         choice=choice.choice,
         logprobs=job.logprobs,
+        logprob_token_ids=job.logprob_token_ids,
         # Choice 0 alone reports the prompt, and only in the first attempt that produces tokens.
         prompt_logprobs=job.prompt_logprobs if choice.choice == 0 and not choice.start else None,
         prompt_logprobs_start=job.prompt_logprobs_start,

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.worker.engine.device import download, is_out_of_memory, record_event, upload
@@ -38,10 +38,10 @@ PendingVector = Callable[[], tuple[float, ...] | Failure]
 _ROWS_AT_ONCE = 64
 
 
-def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
-    """Compute the log probability of each row's id and of its `alternatives` likeliest ids, of logits [rows, vocab].
+def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int | tuple[int, ...]]) -> PendingLogprobs:
+    """Compute the log probability of each row's id and of its `alternatives`, of logits [rows, vocab].
 
-    `ids` [rows] int64 are on the same device.
+    These are so many likeliest ids, or the ids that are named. `ids` [rows] int64 are on the same device.
     """
     parts = []
     for first in range(0, len(ids), _ROWS_AT_ONCE):
@@ -59,16 +59,22 @@ def _log_totals(scores: Tensor) -> Tensor:
     return log_totals(scores)
 
 
-def _part(scores: Tensor, ids: Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
+def _part(scores: Tensor, ids: Tensor, alternatives: Sequence[int | tuple[int, ...]]) -> PendingLogprobs:
     total = _log_totals(scores)
-    values, best = scores.topk(min(max(alternatives), scores.shape[-1]), dim=-1)
-    own, values, best = (
-        download(part) for part in ((scores.gather(-1, ids[:, None]) - total)[:, 0], values - total, best)
-    )
+    counts = [one if isinstance(one, int) else len(one) for one in alternatives]
+    named = [(row, one) for row, one in enumerate(alternatives) if isinstance(one, tuple)]
+    most = max([count for one, count in zip(alternatives, counts, strict=True) if isinstance(one, int)], default=0)
+    best = scores.topk(min(most, scores.shape[-1]), dim=-1).indices
+    if named:
+        best = nn.functional.pad(best, (0, max(0, max(counts) - most)))
+        for row, one in named:
+            best[row, : len(one)] = upload(one, scores.device, torch.int64)
+    own, values = (download(scores.gather(-1, at) - total) for at in (ids[:, None], best))
+    best = download(best)
     return lambda: [
         TokenLogprobs(logprob, tuple(zip(tokens[:count], logprobs[:count], strict=True)))
-        for logprob, tokens, logprobs, count in zip(
-            own.tolist(), best.tolist(), values.tolist(), alternatives, strict=True
+        for (logprob,), tokens, logprobs, count in zip(
+            own.tolist(), best.tolist(), values.tolist(), counts, strict=True
         )
     ]
 
@@ -206,8 +212,9 @@ def _logprobs(
 
     def launch(part: slice) -> PendingLogprobs:
         index = upload(asking[part], ids.device)
-        counts = [rows[place].sequence.spec.logprobs or 0 for place in asking[part]]
-        return token_logprobs(logits[index], ids[index].clamp(min=0), counts)
+        specs = [rows[place].sequence.spec for place in asking[part]]
+        wanted = [spec.logprob_token_ids or spec.logprobs or 0 for spec in specs]
+        return token_logprobs(logits[index], ids[index].clamp(min=0), wanted)
 
     launched = _each_alone(launch, [rows[place] for place in asking], failures)
     return [(asking[part], pending) for part, pending in launched]

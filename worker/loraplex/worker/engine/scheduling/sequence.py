@@ -382,10 +382,13 @@ def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
     _check_ids("prompt_ids", sequence.prompt_ids, limits.vocab_size)
     _check_ids("emitted_ids", sequence.emitted_ids, limits.vocab_size)
     _check_sampling(sequence.sampling, limits.vocab_size)
-    for field, count in (("logprobs", sequence.logprobs), ("prompt_logprobs", sequence.prompt_logprobs)):
-        _require(
-            count is None or 0 <= count <= MAX_LOGPROBS, field, f"must lie between 0 and {MAX_LOGPROBS}, is {count}"
-        )
+    named = sequence.logprob_token_ids
+    _check_ids("logprob_token_ids", named, limits.vocab_size)
+    for field, count, most in (
+        ("logprobs", sequence.logprobs, len(named) or MAX_LOGPROBS),
+        ("prompt_logprobs", sequence.prompt_logprobs, MAX_LOGPROBS),
+    ):
+        _require(count is None or 0 <= count <= most, field, f"must lie between 0 and {most}, is {count}")
     _check_stopping(sequence.stopping, limits.vocab_size)
     _check_room(sequence, limits)
     _require(sequence.choice >= 0, "choice", f"must not be negative, is {sequence.choice}")

@@ -1,0 +1,253 @@
+"""Decisions: the probabilities of a question's labels from one prefill of its prompt; nothing is generated.
+
+    input + question ──▶ prompt ids ──▶ labels of one token: their log probabilities at the first position of an answer
+                                    └─▶ the other labels: scored as continuations, whose prompt the prefix cache has
+
+The first question runs alone, so that the others find the input in the prefix cache, then TEXTS_AT_ONCE of them at
+once. Where a row runs does not change its bits, so that a question has the same probabilities alone and among others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from array import array
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+from loraplex.inference.v1 import inference_pb2 as pb
+
+from loraplex.router.api.convert import read_spec
+from loraplex.router.api.request_telemetry import RequestRecord
+from loraplex.router.api.service import InferenceService, check_makes_no_answer
+from loraplex.router.generation.unary_calls import (
+    CONTINUATIONS_AT_ONCE,
+    TEXTS_AT_ONCE,
+    continuation_request,
+    countdown,
+    run_some_at_once,
+    total_of,
+    with_revision,
+)
+from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, rates_of
+from loraplex.router.request import Delta, PromptOptions, Request, Stopping, Summary
+from loraplex.runtime.rpc.errors import Internal, InvalidField
+
+# Maximum questions of a call, and labels of a question: those of OpenAI's Decisions API.
+QUESTIONS, LABELS = 400, 255
+# Variables of a chat template where the caller sets none: a template that reasons would begin with a tag, not a label.
+TEMPLATE_ARGS = '{"enable_thinking": false}'
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question as the prompt has it. `fields` are the paths of its labels in the request."""
+
+    text: str
+    labels: tuple[str, ...]
+    fields: tuple[str, ...]
+
+
+def read_questions(request: pb.DecideRequest) -> list[Question]:
+    """Return a request's questions. Raises InvalidField."""
+    check_makes_no_answer(request.spec)
+    if not 1 <= len(request.questions) <= QUESTIONS:
+        raise InvalidField("questions", f"{len(request.questions)} questions; give 1 to {QUESTIONS}")
+    return [_question(f"questions[{index}]", one) for index, one in enumerate(request.questions)]
+
+
+def _question(field: str, question: pb.Question) -> Question:
+    if not question.instructions.strip():
+        raise InvalidField(f"{field}.instructions", "is empty")
+    match kind := question.WhichOneof("kind"):
+        case "predicate":
+            meanings = {"yes": question.predicate.yes, "no": question.predicate.no}
+            paths, ask = [f"{field}.predicate.yes", f"{field}.predicate.no"], "Is that so? Answer with one of"
+        case "choice" | "score":
+            options = (question.choice if kind == "choice" else question.score).options
+            if not 2 <= len(options) <= LABELS:
+                raise InvalidField(f"{field}.{kind}.options", f"{len(options)} options; give 2 to {LABELS}")
+            meanings, paths = {}, []
+            for index, option in enumerate(options):
+                paths.append(f"{field}.{kind}.options[{index}].value")
+                if not option.value.strip():
+                    raise InvalidField(paths[-1], "is empty")
+                if option.value in meanings:
+                    raise InvalidField(paths[-1], f"{option.value!r} is there twice")
+                meanings[option.value] = option.description
+            ask = (
+                "Answer with one of" if kind == "choice" else "Answer with one of these levels, from lowest to highest"
+            )
+        case _:
+            raise InvalidField(field, "give one of predicate, choice and score")
+    lines = [f"- {label}: {meaning}" if meaning else f"- {label}" for label, meaning in meanings.items()]
+    return Question("\n".join([question.instructions, f"{ask}:", *lines]), tuple(meanings), tuple(paths))
+
+
+def with_question(spec: pb.GenerateSpec, question: Question) -> tuple[pb.GenerateSpec, list[str]]:
+    """Return the spec whose prompt asks a question about the input, and its labels as they go on with the prompt.
+
+    Raises InvalidField where the input is neither a prompt nor a chat.
+    """
+    asking = pb.GenerateSpec()
+    asking.CopyFrom(spec)
+    match spec.WhichOneof("input"):
+        case "prompt":
+            asking.prompt = f"{spec.prompt}\n\n{question.text}\nAnswer:"
+            return asking, [f" {label}" for label in question.labels]
+        case "chat":
+            messages = asking.chat.messages
+            if not messages or messages[-1].role != "user":
+                messages.add(role="user", content=question.text)
+            elif messages[-1].parts:
+                messages[-1].parts.add(type="text", text=f"\n\n{question.text}")
+            else:
+                messages[-1].content += f"\n\n{question.text}"
+            asking.chat.template_args = asking.chat.template_args or TEMPLATE_ARGS
+            return asking, list(question.labels)
+        case _:
+            raise InvalidField("prompt", "give a prompt or a chat, which the questions go on with")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A question that may run: the request whose prompt asks it, in ids, and the ids of its labels."""
+
+    request: Request
+    prompt_ids: tuple[int, ...]
+    labels: Sequence[tuple[int, ...]]
+
+    @property
+    def scored(self) -> list[int]:
+        """Return which labels are continuations."""
+        return [index for index, ids in enumerate(self.labels) if len(ids) > 1]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the prompt tokens of its jobs."""
+        scored = [len(self.prompt_ids) + len(self.labels[index]) for index in self.scored]
+        return sum(scored) + len(self.prompt_ids) * (len(scored) < len(self.labels))
+
+
+def _check_labels(question: Question, labels: Sequence[tuple[int, ...]]) -> None:
+    """Raise InvalidField where a label's tokens begin another's: its probability would be a part of the other's."""
+    for (shorter, first), (longer, second) in pairwise(sorted(zip(labels, range(len(labels)), strict=True))):
+        if longer[: len(shorter)] == shorter:
+            begun, beginning = question.labels[second], question.labels[first]
+            message = f"its tokens begin with those of {beginning!r}, which is a label too; word {begun!r} otherwise"
+            raise InvalidField(question.fields[second], message)
+
+
+class _Call:
+    """One call of Decide."""
+
+    def __init__(self, service: InferenceService, deadline_s: float | None) -> None:
+        self._service = service
+        self._left_s = countdown(deadline_s)
+        self.facts = NO_FACTS
+
+    async def prepare(
+        self, spec: pb.GenerateSpec, questions: Sequence[Question], record: RequestRecord
+    ) -> list[_Asking]:
+        """Return what each question asks, before anything is queued. Raises a CallError."""
+        service, prepared = self._service, list[_Asking]()
+        request_id = spec.request_id or secrets.token_hex(8)
+        for index, question in enumerate(questions):
+            asking, labels = with_question(spec, question)
+            request = await read_spec(asking, record.tenant, service.models, service.prompts)
+            request = replace(request, request_id=request_id, session_id=request.session_id or request_id)
+            traced = prepared[0].request if prepared else record.begin(request)
+            request = replace(request, traceparent=traced.traceparent)
+            try:
+                prompt_ids, ids, model, revision = await service.admission.continuation_ids(request, labels)
+            except InvalidField as error:
+                place = error.field.removeprefix("continuations[").removesuffix("]")
+                if not place.isdigit():
+                    raise
+                raise InvalidField(question.fields[int(place)], error.message.partition(": ")[2]) from error
+            _check_labels(question, ids)
+            self.facts = Facts(request_id=request_id, model=model, adapter_revision=revision)
+            prepared.append(_Asking(replace(request, request_id=f"{request_id}.{index}"), prompt_ids, ids))
+        # The input with the first question; the others go on with the same input.
+        await service.generation.check_prompt(prepared[0].request, [question.text for question in questions[1:]])
+        return prepared
+
+    async def ask(self, asking: _Asking, budget: CallBudget | None) -> tuple[pb.Decision, Summary]:
+        """Return the decision of a question and what it took."""
+        logprobs, summaries, request = dict[int, float](), list[Summary](), asking.request
+        read = [index for index, ids in enumerate(asking.labels) if len(ids) == 1]
+        if read:
+            found, summary = await self._read(asking, [asking.labels[index][0] for index in read], budget)
+            logprobs |= zip(read, found, strict=True)
+            summaries.append(summary)
+        scored = asking.scored
+        while scored:  # the first alone, where none was read
+            first, scored = (scored[:1], scored[1:]) if not summaries else (scored, [])
+            request = with_revision(request, summaries[0]) if summaries else request
+            parts = [continuation_request(request, index, asking.prompt_ids, asking.labels[index]) for index in first]
+            runs = [partial(self._service.unary_calls.score_part, part, self._left_s(), budget) for part in parts]
+            for index, (score, summary) in zip(first, await run_some_at_once(runs, CONTINUATIONS_AT_ONCE), strict=True):
+                logprobs[index] = sum(score.logprobs)
+                summaries.append(summary)
+        values = [math.exp(logprobs[index]) for index in range(len(asking.labels))]
+        most = max(logprobs.values())  # against an underflow where all are unlikely
+        shares = [math.exp(logprobs[index] - most) for index in range(len(asking.labels))]
+        decision = pb.Decision(
+            probabilities=[share / sum(shares) for share in shares],
+            label_mass=min(1.0, sum(values)),
+            scored_labels=len(asking.scored),
+        )
+        return decision, total_of(asking.request.request_id, summaries)
+
+    async def _read(
+        self, asking: _Asking, ids: Sequence[int], budget: CallBudget | None
+    ) -> tuple[list[float], Summary]:
+        """Return the log probabilities of ids at the first position of an answer."""
+        request, read = asking.request, tuple(ids)
+        of_ids = array("I", (*asking.prompt_ids, *read)).tobytes()
+        part = replace(
+            request,
+            prompt=asking.prompt_ids,
+            prompt_options=PromptOptions(),
+            stopping=Stopping(max_tokens=1),
+            logprobs=len(read),
+            logprob_token_ids=read,
+            # The message's fingerprint is of all questions.
+            fingerprint=hashlib.sha256(f"{request.fingerprint} {len(read)} ".encode() + of_ids).hexdigest(),
+        )
+        logprobs: list[float] = []
+        running = self._service.generation.run(part, self._left_s(), part_of=budget)
+        async with aclosing(running) as messages:
+            async for message in messages:
+                match message.event:
+                    case Delta(logprobs=(first, *_)):
+                        logprobs = [logprob for _, logprob in first.alternatives]
+                    case Summary() as summary if logprobs:
+                        return logprobs, summary
+        raise Internal("a question ended without the log probabilities of its labels", reason="NO_LOGPROBS")
+
+
+async def decide(
+    service: InferenceService, request: pb.DecideRequest, record: RequestRecord, deadline_s: float | None
+) -> tuple[pb.DecideResponse, Summary]:
+    """Return the decisions of a request and the summary of all. Raises a CallError."""
+    call = _Call(service, deadline_s)
+    prepared = await call.prepare(request.spec, read_questions(request), record)
+    prompt_tokens = sum(one.prompt_tokens for one in prepared)
+    async with service.generation.reserved(record.tenant, call.facts, prompt_tokens) as budget:
+        first = await call.ask(prepared[0], budget)
+        others = [replace(one, request=with_revision(one.request, first[1])) for one in prepared[1:]]
+        asked = [first, *await run_some_at_once([partial(call.ask, one, budget) for one in others], TEXTS_AT_ONCE)]
+    summary = replace(total_of(call.facts.request_id, [summary for _, summary in asked]), rate_limits=rates_of(budget))
+    response = pb.DecideResponse(
+        decisions=[decision for decision, _ in asked],
+        adapter_revision=summary.adapter_revision,
+        adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in summary.adapters],
+        usage=pb.Usage(prompt_tokens=summary.prompt_tokens, cached_tokens=summary.cached_tokens),
+        request_id=summary.request_id,
+    )
+    return response, summary

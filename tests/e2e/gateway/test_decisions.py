@@ -1,0 +1,155 @@
+"""Decisions over HTTP: both protocols tell what the SDK's call does, and name what is wrong with a question."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from loraplex_client import InvalidRequestError, Question
+from tests.e2e.conftest import Cluster
+from tests.e2e.gateway.conftest import Eventually
+from tests.e2e.gateway.test_adapters import ask
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+TEXT = "I was charged twice for my order. " * 20
+MESSAGES: Any = [{"role": "user", "content": TEXT}]
+JSON = "application/json"
+ASKED = (
+    Question("It is about money."),
+    Question("Which team?", choices={"a": "billing", "b": "", "shipping": ""}),
+    Question("How angry?", levels={"1": "calm", "2": "angry"}),
+)
+
+
+async def post(cluster: Cluster, path: str, **body: Any) -> tuple[int, Any]:
+    return await ask(cluster, "POST", path, json.dumps(body).encode(), JSON)
+
+
+async def test_openai_s_and_system_one_s_answers_are_those_of_the_sdk(cluster: Cluster, eventually: Eventually) -> None:
+    own = await cluster.client.decide(None, ASKED, messages=MESSAGES, adapter_id="a")
+    predicate, choice, score = own.decisions
+    assert [one.scored_labels for one in own.decisions] == [2, 1, 0]
+    for one in own.decisions:
+        assert sum(one.probabilities.values()) == pytest.approx(1)
+        assert 0 < one.label_mass <= 1
+    assert own.usage.cached_tokens > len(TEXT), "the questions share the input"
+    told = [
+        {"type": "predicate", "name": "money", "probability": predicate.probabilities["yes"]},
+        {
+            "type": "choice",
+            "name": None,
+            "choice": choice.best,
+            "confidence": choice.confidence,
+            "probabilities": [{"value": name, "probability": share} for name, share in choice.probabilities.items()],
+        },
+        {
+            "type": "score",
+            "name": None,
+            "score": score.probabilities["2"],
+            "confidence": score.confidence,
+            "probabilities": [
+                {"label": label, "value": level, "probability": score.probabilities[label]}
+                for level, label in enumerate("12")
+            ],
+        },
+    ]
+    questions = [
+        {"type": "predicate", "name": "money", "instructions": "It is about money."},
+        {
+            "type": "choice",
+            "instructions": [{"type": "input_text", "text": "Which team?"}],
+            "choices": [{"value": "a", "description": "billing"}, {"value": "b"}, {"value": "shipping"}],
+        },
+        {
+            "type": "score",
+            "instructions": "How angry?",
+            "levels": [{"label": "1", "description": "calm"}, {"label": "2", "description": "angry"}],
+        },
+    ]
+    for given in (TEXT, [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]):
+        status, answer = await post(cluster, "/v1/decisions", model="a", input=given, questions=questions)
+        assert status == 200, answer
+        masses = [(one.pop("label_mass"), one.pop("scored_labels")) for one in answer["answers"]]
+        assert masses == [(one.label_mass, one.scored_labels) for one in own.decisions]
+        assert answer["answers"] == told
+        assert answer["usage"]["input_tokens"] == own.usage.prompt_tokens
+        assert answer["usage"]["output_tokens"] == 0
+    named = {
+        "money": {"type": "noul", "instructions": "It is about money."},
+        "team": {
+            "type": "choice", "instructions": "Which team?", "criteria": {"a": "billing", "b": None, "shipping": None},
+        },
+        "anger": {"type": "score", "instructions": "How angry?", "criteria": ["calm", "angry"]},
+    }  # fmt: skip
+    status, answer = await post(cluster, "/v1/systemone", model="a", state=TEXT, questions=named)
+    assert status == 200, answer
+    assert answer["answers"]["money"] == {"type": "noul", "noul": predicate.probabilities["yes"]}
+    assert answer["answers"]["team"]["probabilities"] == choice.probabilities
+    assert answer["answers"]["anger"]["legend"] == {"0": "calm", "1": "angry"}
+    assert answer["diagnostics"]["team"] == {"label_mass": choice.label_mass, "scored_labels": 1}
+    await eventually(cluster.idle)
+
+
+async def test_an_input_of_json_and_of_turns_is_text(cluster: Cluster) -> None:
+    question = [{"type": "choice", "instructions": "Which?", "choices": [{"value": True}, {"value": False}]}]
+    turns = [
+        {"role": "user", "content": [{"type": "input_json", "data": {"order": 7}}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I see."}]},
+    ]
+    _, answer = await post(cluster, "/v1/decisions", model="hash", input=turns, questions=question)
+    own = await cluster.client.decide(
+        None,
+        [Question("Which?", choices=["true", "false"])],
+        messages=[{"role": "user", "content": '{"order": 7}'}, {"role": "assistant", "content": "I see."}],
+    )
+    (told,) = answer["answers"]
+    assert [one["value"] for one in told["probabilities"]] == [True, False]
+    assert [one["probability"] for one in told["probabilities"]] == [*own.decisions[0].probabilities.values()]
+
+
+@pytest.mark.parametrize(
+    ("question", "names"),
+    [
+        (Question(" "), r"questions\[0\].instructions: is empty"),
+        (Question("x", choices=["a"]), r"questions\[0\].choice.options: 1 options; give 2 to 255"),
+        (Question("x", choices=["a", "a"]), r"questions\[0\].choice.options\[1\].value: 'a' is there twice"),
+        (Question("x", choices=["b", " "]), r"questions\[0\].choice.options\[1\].value: is empty"),
+        (
+            Question("x", levels=["new", "old", "new york"]),
+            r"questions\[0\].score.options\[2\].value: its tokens begin with those of 'new', which is a label too",
+        ),
+        (Question("x", choices=["a", "b"], levels=["a", "b"]), r"questions\[0\]: give choices, levels"),
+    ],
+)
+async def test_a_bad_question_is_named_and_nothing_is_queued(cluster: Cluster, question: Question, names: str) -> None:
+    with pytest.raises(InvalidRequestError, match=names):
+        await cluster.client.decide("input", [question])
+    assert await cluster.idle()
+
+
+async def test_limits_and_fields_of_answers_are_named(cluster: Cluster) -> None:
+    cases: tuple[tuple[list[Question], Any, str], ...] = (
+        ([], {}, "questions: 0 questions; give 1 to 400"),
+        ([Question("x")] * 401, {}, "questions: 401"),
+        ([Question("x")], {"temperature": 1.0}, "sampling: concerns an answer"),
+    )
+    for questions, more, names in cases:
+        with pytest.raises(InvalidRequestError, match=names):
+            await cluster.client.decide("input", questions, **more)
+    with pytest.raises(InvalidRequestError, match="prompt: give a prompt or a chat"):
+        await cluster.client.decide(None, [Question("x")], token_ids=[1])
+    bad: dict[str, Any] = {"type": "choice", "instructions": "x", "choices": [{"value": "ab"}, {"value": "abc"}]}
+    status, answer = await post(cluster, "/v1/decisions", model="hash", input="x", questions=[bad])
+    assert (status, answer["error"]["param"]) == (400, "questions[0].choices[1].value")
+    bad = {"type": "score", "instructions": "x", "levels": [{"label": "1"}, {"label": "10"}]}
+    status, answer = await post(cluster, "/v1/decisions", model="hash", input="x", questions=[bad])
+    assert (status, answer["error"]["param"]) == (400, "questions[0].levels[1].label")
+    criteria = {"x": None, "xy": None}
+    named = {"which one": {"type": "choice", "instructions": "x", "criteria": criteria}}
+    status, answer = await post(cluster, "/v1/systemone", model="hash", state="x", questions=named)
+    assert (status, answer["error"]["param"]) == (400, "questions.which one")
+    named = {"which": {"type": "noul", "instructions": "x", "criteria": ["calm"]}}
+    status, answer = await post(cluster, "/v1/systemone", model="hash", state="x", questions=named)
+    assert (status, answer["error"]["param"]) == (400, "questions.which.criteria")
