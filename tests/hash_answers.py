@@ -33,6 +33,8 @@ class Asked:
     grammar: str = ""
     echo: bool = False
     keep_stop: bool = False
+    # As many ids as `logprobs`, where these are asked for.
+    logprob_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def _candidate(model: str, asked: Asked, number: int) -> ExpectedChoice:
         stopping=asked.stopping,
         choice=number,
         alternatives=asked.logprobs or 0,
+        named=asked.logprob_token_ids,
         grammar=asked.grammar,
     )
     ids = tuple(token for token, _ in made)

@@ -34,6 +34,7 @@ def expected_tokens(
     stopping: StoppingParams | None = None,
     choice: int = 0,
     alternatives: int = 0,
+    named: tuple[int, ...] = (),
     grammar: str = "",
 ) -> list[tuple[int, TokenLogprobs]]:
     """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
@@ -57,7 +58,7 @@ def expected_tokens(
             allowed = matching.allowed_ids(frozenset() if may_end else frozenset(ends))
             token = next_allowed_token(model, state, answered, allowed)
             matching.advance(token)
-        answer.append((token, hash_logprobs(model, token, state.digest()[0], alternatives)))
+        answer.append((token, hash_logprobs(model, token, state.digest()[0], alternatives, named)))
         if (may_end and token in ends) or (matching is not None and matching.complete):
             break
         state.update(id_bytes((token,)))

@@ -44,7 +44,16 @@ def test_a_copy_is_a_store_on_any_database_with_files_in_a_directory_or_a_bucket
         closing(open_database("", tmp_path / "b" / "catalog.db")) as copied,
         closing(open_database(moved, tmp_path)) as one,
     ):
-        assert copied.numbers() == one.numbers() == {"adapters": 3, "revisions": 3, "release_events": 0}
+        assert (
+            copied.numbers()
+            == one.numbers()
+            == {
+                "adapters": 3,
+                "revisions": 3,
+                "release_events": 0,
+                "budget_events": 0,
+            }
+        )
     bucket = bucket_of(seaweed_url, "copy")
     for copy in (
         parts(tmp_path / "b"),

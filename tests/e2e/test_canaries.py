@@ -316,7 +316,8 @@ async def check_purge(cluster: Secure, first: str, redis: Redis) -> None:
     named = {where for where, data in (await everything_in(redis)).items() if b"acme" in data}
     # A charge of a claimed job is dropped within minutes, as a reservation that has ended; an account with its month.
     # A report of its last answer that comes after the purge leaves a counter until the others have passed it.
-    kept = [":charged", ":idle", "{ledger}:account:acme", "{ledger}:of:", "{ledger}:usage"]
+    accounts = ("{ledger}:account:acme", "{ledger}:account:tenants/acme/")
+    kept = [":charged", ":idle", *accounts, "{ledger}:of:", "{ledger}:usage"]
     assert [where for where in named if not any(one in where for one in kept)] == []
 
 

@@ -30,6 +30,7 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
         request.grammar,
         request.echo,
         request.keep_stop,
+        request.logprob_token_ids,
     )
 
 
@@ -73,6 +74,10 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
         request = _with_bad_words(own, request, adapter_digest, model)
     if candidates and chance.random() < 0.05:  # the prompt's log probabilities alone
         return replace(request, stopping=replace(request.stopping, max_tokens=0, min_tokens=0), prompt_logprobs=1)
+    named = Random(f"named {request.prompt}")
+    if named.random() < 0.1:
+        ids = tuple(named.sample(range(1000), named.choice((1, 3, 40))))
+        request = replace(request, logprobs=len(ids), logprob_token_ids=ids)
     keeps = Random(f"keep {request.prompt}").random() < 0.3
     request = replace(_with_stop(chance, request, adapter_digest, model), keep_stop=keeps)
     return _with_text(request) if candidates else request

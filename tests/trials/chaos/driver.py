@@ -234,6 +234,7 @@ def options_of(request: Request) -> dict[str, Any]:
         "stop": list(request.stop),
         "stop_token_ids": list(request.stop_token_ids),
         "logit_bias": dict(request.logit_bias),
+        "logprob_token_ids": list(request.logprob_token_ids),
         "allowed_token_ids": list(request.allowed_token_ids),
         "bad_words": list(request.bad_words),
         **{name: getattr(request, name) for name in named},

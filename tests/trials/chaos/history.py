@@ -61,6 +61,7 @@ class Request(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     keep_stop: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     stream_interval: int = 1

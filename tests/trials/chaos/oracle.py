@@ -89,11 +89,12 @@ def _asked(request: Request) -> Asked:
         request.stop,
         request.n,
         request.best_of or request.n,
-        request.logprobs,
+        len(request.logprob_token_ids) or request.logprobs,
         request.prompt_logprobs,
         GRAMMARS[request.format],
         request.echo,
         request.keep_stop,
+        request.logprob_token_ids,
     )
 
 

@@ -176,6 +176,9 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
     request = msgspec.structs.replace(
         request, default_temperature=listed.random() < 0.1, keep_stop=listed.random() < 0.3
     )
+    if request.logprobs is None and listed.random() < 0.08:
+        named = tuple(listed.sample(range(32_000), listed.choice((1, 3, 40))))
+        request = msgspec.structs.replace(request, logprob_token_ids=named)
     own = random.Random(f"prompt {seed} {number}")
     request = msgspec.structs.replace(
         request,
