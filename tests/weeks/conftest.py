@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import pytest
 
 from loraplex.__main__ import PROCESSES
 from loraplex.cli.__main__ import main
+from loraplex.cli.development_ca import write_private
+from tests.clients.gateway.oidc_provider import CLIENT, SECRET, Provider, running
 
 # Maximum time in seconds until a change is known everywhere: a key to routers, a record to the disk.
 _KNOWN_S, _LOOK_S = 30.0, 0.1
@@ -103,6 +105,9 @@ class Workplace:
     store: str
     router_of_operators: str
     store_of_operators: str
+    # Where people sign in: the file of issuers, and the provider in it.
+    issuers: Path
+    provider: Provider
 
     @property
     def secured(self) -> Path:
@@ -136,6 +141,21 @@ def until(is_so: Callable[[], Any], what: str) -> None:
         time.sleep(_LOOK_S)
 
 
+def write_issuers(path: Path, provider: Provider) -> None:
+    """Write a file of issuers as docs/guides/security.md has it: who leads acme is its administrator."""
+    write_private(path.with_name("secret"), f"{SECRET}\n".encode())
+    path.with_name("jwks.json").write_text(json.dumps(provider.keys()))
+    issuer = {
+        "issuer": provider.issuer,
+        "jwks": str(path.with_name("jwks.json")),
+        "audience": [CLIENT],
+        "groups": "groups",
+        "rules": [{"group": "acme-leads", "role": "tenant-admin", "tenant": "acme"}],
+        "sign_in": {"client_id": CLIENT, "client_secret_file": str(path.with_name("secret")), "scope": "openid groups"},
+    }
+    path.write_text(json.dumps({"issuers": [issuer]}))
+
+
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     """Run the cluster."""
@@ -144,6 +164,19 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     environ["LORAPLEX_ADAPTER_STORE_AUDIT"] = str(directory / "store.jsonl")
     environ["LORAPLEX_ROUTER_AUDIT"] = str(directory / "router.jsonl")
+    environ["LORAPLEX_ROUTER_USAGE_FILE"] = str(directory / "usage.jsonl")
+    issuers = directory / "issuers.json"
+    environ["LORAPLEX_ROUTER_JWT_ISSUERS"] = environ["LORAPLEX_ADAPTER_STORE_JWT_ISSUERS"] = str(issuers)
+    provider = Provider({"lee": {"groups": ["acme-leads"]}, "guest": {"groups": ["chess"]}})
+    with ExitStack() as stack:
+        stack.enter_context(running(provider))
+        write_issuers(issuers, provider)
+        yield stack.enter_context(_cluster(directory, environ, issuers, provider))
+
+
+@contextmanager
+def _cluster(directory: Path, environ: Mapping[str, str], issuers: Path, provider: Provider) -> Iterator[Workplace]:
+    """Run `loraplex up`."""
     line = "loraplex up --model hash:? --name tiny --workers 2 --secured secured --tenants teams.yaml"
     command = [sys.executable, "-m", *line.split(), "--port", "0", "--store-port", "0"]
     with (
@@ -158,7 +191,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
                 assert words, (directory / "up.log").read_text()
                 said[words[0]] = dict(word.split("=") for word in words[1:] if "=" in word)
             ready, operators = said["ready"], said["operators"]
-            yield Workplace(directory, ready["router"], ready["store"], operators["router-1"], operators["store"])
+            addresses = ready["router"], ready["store"], operators["router-1"], operators["store"]
+            yield Workplace(directory, *addresses, issuers, provider)
         finally:
             up.send_signal(signal.SIGINT)
             up.communicate(timeout=60)

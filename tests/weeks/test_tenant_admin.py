@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from loraplex.gateway.app import serving
+from loraplex.gateway.endpoint import GatewayMetrics
+from tests.clients.gateway.test_sign_in import OWN, Http, gateway_settings, sign_in
 from tests.weeks.conftest import Workplace, until
 
 
@@ -85,3 +88,24 @@ def test_usage_is_seen_and_plans_are_the_operators(workplace: Workplace) -> None
     inside = workplace.person("acme", workplace.secured / "keys" / "acme-admin.key", operates=True)
     inside.refused("loraplex keys list", "tenant-admin may not call this")
     inside.refused("loraplex workers", "tenant-admin may not call this")
+
+
+async def test_she_signs_in_on_the_page_without_a_key(workplace: Workplace, unused_tcp_port: int) -> None:
+    lead = {"router": workplace.router, "store": workplace.store, "ca": str(workplace.secured / "ca.pem")}
+    settings = gateway_settings(workplace.issuers, unused_tcp_port, **lead)
+    async with (
+        serving(settings, GatewayMetrics()) as (address, _),
+        Http(base_url=f"http://{address}", headers=OWN) as browser,
+    ):
+        answer = await sign_in(browser, "guest", workplace.provider)
+        assert answer.status_code == 403, "her groups have no rule"
+        assert (await browser.get("/v1/usage")).status_code == 401
+        answer = await sign_in(browser, "lee", workplace.provider)
+        assert answer.status_code == 303, answer.text
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        chat = await browser.post("/v1/chat/completions", json=body, timeout=60)
+        assert chat.json()["usage"]["completion_tokens"] == 4, chat.text
+        used = (await browser.get("/v1/usage")).json()
+        assert "acme" in json.dumps(used)
+        assert "globex" not in json.dumps(used)
+        assert (await browser.get("/cluster/state")).json().get("workers") in (None, []), "operators see that"
