@@ -50,7 +50,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SignIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How gateways sign people in at an issuer, as its client. `name` is what the page calls it."""
+    """Settings with which gateways sign people in at an issuer. The page shows `name`."""
 
     client_id: _Text
     client_secret_file: str = ""

@@ -33,7 +33,7 @@ _TOKEN_CHARACTERS = 6_000
 
 
 class _Metadata(msgspec.Struct):
-    """What a provider says of itself (OpenID Connect Discovery 1.0, RFC 9207)."""
+    """Metadata of a provider (OpenID Connect Discovery 1.0, RFC 9207)."""
 
     issuer: str
     authorization_endpoint: str

@@ -1,4 +1,4 @@
-"""What tenants and API keys have used of their plans, from the store's accounts, as `loraplex usage` shows it."""
+"""Answers with the usage of tenants and API keys, from the store's accounts, as `loraplex usage` shows it."""
 
 from __future__ import annotations
 

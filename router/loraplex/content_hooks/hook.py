@@ -63,7 +63,7 @@ _RESULTS = {pb.DECISION_ALLOW: "allowed", pb.DECISION_REFUSE: "refused"}
 
 @dataclass(frozen=True, slots=True)
 class HookSettings:
-    """What --content-hook says. `tls`: the files of grpcs://; None: no TLS."""
+    """Settings of the URL in --content-hook. `tls`: the files of grpcs://; None: no TLS."""
 
     address: str
     tls: TlsFiles | None

@@ -27,6 +27,7 @@ from loraplex.router.api.service import InferenceService, check_makes_no_answer
 from loraplex.router.generation.unary_calls import (
     CONTINUATIONS_AT_ONCE,
     TEXTS_AT_ONCE,
+    ContinuationScore,
     continuation_request,
     countdown,
     run_some_at_once,
@@ -143,18 +144,17 @@ def _check_labels(question: Question, labels: Sequence[tuple[int, ...]]) -> None
 
 
 class _Call:
-    """One call of Decide."""
+    """Prepares the questions of one call, and asks them within its deadline."""
 
     def __init__(self, service: InferenceService, deadline_s: float | None) -> None:
         self._service = service
         self._left_s = countdown(deadline_s)
-        self.facts = NO_FACTS
 
     async def prepare(
         self, spec: pb.GenerateSpec, questions: Sequence[Question], record: RequestRecord
-    ) -> list[_Asking]:
-        """Return what each question asks, before anything is queued. Raises a CallError."""
-        service, prepared = self._service, list[_Asking]()
+    ) -> tuple[list[_Asking], Facts]:
+        """Return what each question asks and the call's facts, before anything is queued. Raises a CallError."""
+        service, prepared, facts = self._service, list[_Asking](), NO_FACTS
         request_id = spec.request_id or secrets.token_hex(8)
         for index, question in enumerate(questions):
             asking, labels = with_question(spec, question)
@@ -170,11 +170,11 @@ class _Call:
                     raise
                 raise InvalidField(question.fields[int(place)], error.message.partition(": ")[2]) from error
             _check_labels(question, ids)
-            self.facts = Facts(request_id=request_id, model=model, adapter_revision=revision)
+            facts = Facts(request_id=request_id, model=model, adapter_revision=revision)
             prepared.append(_Asking(replace(request, request_id=f"{request_id}.{index}"), prompt_ids, ids))
         # The input with the first question; the others go on with the same input.
         await service.generation.check_prompt(prepared[0].request, [question.text for question in questions[1:]])
-        return prepared
+        return prepared, facts
 
     async def ask(self, asking: _Asking, budget: CallBudget | None) -> tuple[pb.Decision, Summary]:
         """Return the decision of a question and what it took."""
@@ -189,19 +189,23 @@ class _Call:
             first, scored = (scored[:1], scored[1:]) if not summaries else (scored, [])
             request = with_revision(request, summaries[0]) if summaries else request
             parts = [continuation_request(request, index, asking.prompt_ids, asking.labels[index]) for index in first]
-            runs = [partial(self._service.unary_calls.score_part, part, self._left_s(), budget) for part in parts]
+            runs = [partial(self._score, part, budget) for part in parts]
             for index, (score, summary) in zip(first, await run_some_at_once(runs, CONTINUATIONS_AT_ONCE), strict=True):
                 logprobs[index] = sum(score.logprobs)
                 summaries.append(summary)
-        values = [math.exp(logprobs[index]) for index in range(len(asking.labels))]
         most = max(logprobs.values())  # against an underflow where all are unlikely
         shares = [math.exp(logprobs[index] - most) for index in range(len(asking.labels))]
+        total = sum(shares)
         decision = pb.Decision(
-            probabilities=[share / sum(shares) for share in shares],
-            label_mass=min(1.0, sum(values)),
+            probabilities=[share / total for share in shares],
+            label_mass=min(1.0, total * math.exp(most)),
             scored_labels=len(asking.scored),
         )
         return decision, total_of(asking.request.request_id, summaries)
+
+    async def _score(self, part: Request, budget: CallBudget | None) -> tuple[ContinuationScore, Summary]:
+        """Return the score of a label, within what is left of the deadline when it begins."""
+        return await self._service.unary_calls.score_part(part, self._left_s(), budget)
 
     async def _read(
         self, asking: _Asking, ids: Sequence[int], budget: CallBudget | None
@@ -236,13 +240,13 @@ async def decide(
 ) -> tuple[pb.DecideResponse, Summary]:
     """Return the decisions of a request and the summary of all. Raises a CallError."""
     call = _Call(service, deadline_s)
-    prepared = await call.prepare(request.spec, read_questions(request), record)
+    prepared, facts = await call.prepare(request.spec, read_questions(request), record)
     prompt_tokens = sum(one.prompt_tokens for one in prepared)
-    async with service.generation.reserved(record.tenant, call.facts, prompt_tokens) as budget:
+    async with service.generation.reserved(record.tenant, facts, prompt_tokens) as budget:
         first = await call.ask(prepared[0], budget)
         others = [replace(one, request=with_revision(one.request, first[1])) for one in prepared[1:]]
         asked = [first, *await run_some_at_once([partial(call.ask, one, budget) for one in others], TEXTS_AT_ONCE)]
-    summary = replace(total_of(call.facts.request_id, [summary for _, summary in asked]), rate_limits=rates_of(budget))
+    summary = replace(total_of(facts.request_id, [summary for _, summary in asked]), rate_limits=rates_of(budget))
     response = pb.DecideResponse(
         decisions=[decision for decision, _ in asked],
         adapter_revision=summary.adapter_revision,

@@ -176,7 +176,7 @@ def event_of(fields: dict[bytes, bytes]) -> dict[str, Any]:
         "data": {
             **facts_part,
             "input_tokens": number(b"input"),
-            # One that another version of the ledger has added lacks them.
+            # A router of 0.1 adds events without this field.
             "cached_tokens": number(b"cached") if b"cached" in fields else min(facts.cached_tokens, number(b"input")),
             "output_tokens": number(b"output"),
             **money_part,

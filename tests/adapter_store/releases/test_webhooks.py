@@ -169,7 +169,7 @@ async def test_events_arrive_in_order_and_again_after_failures_though_another_re
 
 
 async def test_a_budget_warns_and_is_spent_once_a_month(store: Store, receiver: Receiver) -> None:
-    """Whatever routers save again; a receiver that fails gets it again, and others' webhooks get none."""
+    """Accounts that are saved again send nothing; a receiver that failed gets the event again, other tenants' none."""
     month = windows_at(time.time_ns() // 1_000_000)["month"] + 1  # which does not end while the test runs
     prices = plans_pb2.Prices(currency="EUR", of={"tiny": plans_pb2.Price(input=150)})
     async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:

@@ -152,7 +152,7 @@ class RelayCredentials:
 
 
 class BlockFollower(Protocol):
-    """What follows the prefix caches of linked workers; loraplex.engine_protocols.block_feed at the edge is one."""
+    """Follows the prefix caches of linked workers, as loraplex.engine_protocols.block_feed does."""
 
     def up(self, link: WorkerLink) -> None:
         """Follow a worker whose link has come up."""

@@ -51,7 +51,7 @@ class AnswerCheck(Protocol):
 
 
 class ContentHook(Protocol):
-    """What checks the texts of calls; loraplex.content_hooks at the edge is one. Its checks raise a CallError."""
+    """Checks prompts and answers of calls, as loraplex.content_hooks does. A check may raise a CallError."""
 
     async def check_prompt(self, request: Request | EncodeRequest, continuations: Sequence[Any] = ()) -> None:
         """Check the prompt of a call, and what Score appends to it."""

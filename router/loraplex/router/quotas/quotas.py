@@ -92,7 +92,7 @@ NO_FACTS = Facts()
 
 
 class UsageEvents(Protocol):
-    """What sends and writes the events of charges; loraplex.usage_events at the edge is one."""
+    """Sends and writes the events of charges, as loraplex.usage_events does."""
 
     async def follow(self) -> None:
         """Send and write what waits, again and again; never returns."""
