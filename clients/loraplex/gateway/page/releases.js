@@ -188,13 +188,20 @@ async function change(action) {
   poll();
 }
 
-/** Ask whether to go on. */
+/** Ask whether to go on. The buttons answer, not the dialog's close event: it comes late, maybe to the next question. */
 function confirmed(question) {
   const dialog = byId("confirm");
   byId("question").textContent = question;
-  dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((done) => { dialog.onclose = () => done(dialog.returnValue === "yes"); });
+  return new Promise((done) => {
+    const answer = (value) => () => {
+      dialog.close();
+      done(value);
+    };
+    byId("yes").onclick = answer(true);
+    byId("no").onclick = answer(false);
+    dialog.oncancel = answer(false); // Escape
+  });
 }
 
 function tell(text, warn) {
@@ -210,8 +217,6 @@ function restart({ target } = {}) {
 }
 
 for (const action of Object.keys(ACTIONS)) byId(action).addEventListener("click", () => change(action));
-byId("yes").addEventListener("click", () => byId("confirm").close("yes"));
-byId("no").addEventListener("click", () => byId("confirm").close());
 byId("plan").addEventListener("input", showPromotion);
 byId("releases-form").addEventListener("submit", (event) => event.preventDefault());
 byId("releases-form").addEventListener("change", restart);
