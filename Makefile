@@ -260,7 +260,7 @@ upgrade: $(STAMP) ## Upgrade a running cluster from the last tag, part by part u
 gpu: ## Check, profile and measure on a CUDA device in half an hour, and write docs/results/benchmarks-gpu.md
 	@for python in python3 $(BIN)/python; do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-			PYTHONPATH=$(CURDIR):$(CURDIR)/worker exec $$python -m bench.gpu; \
+			PYTHONPATH=$(CURDIR):$(CURDIR)/worker:$$PYTHONPATH exec $$python -m bench.gpu; \
 		fi; \
 	done; \
 	echo "no CUDA device: torch is missing or finds none, so there is nothing to test or measure"

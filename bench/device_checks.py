@@ -26,10 +26,11 @@ from loraplex.worker.engine.torch_engine import build_engine
 from loraplex.worker.engine_api import EngineConfig
 
 _ROOT = Path(__file__).parents[1]
-# Without the conftest of the whole suite, which needs packages of other rooms.
+# Without the conftest of the whole suite, which needs packages of other rooms, and without its timeout of a test: here
+# the first of a file compiles some 150 kernels.
 PYTEST = (
-    "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib", "-p",
-    "tests.tiny_models", "--confcutdir=tests/gpu",
+    "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=0", "--import-mode=importlib",
+    "-p", "tests.tiny_models", "--confcutdir=tests/gpu",
 )  # fmt: skip
 # Programs that run every kernel and compare it; see tests/worker/engine/triton_runs.py.
 KERNELS = ("attention_cases.py", "lora_cases.py", "row_cases.py", "sampling_cases.py", "invariant_cases.py")
@@ -40,10 +41,13 @@ _REQUESTS = 120
 
 
 def run_tests(command: Sequence[str] = PYTEST) -> Figures:
-    """Run tests/gpu, its files side by side: most of their time is compiling. Raises RuntimeError where one fails."""
+    """Run tests/gpu, its files side by side: most of their time is compiling. Raises RuntimeError, of all that fail."""
     files = sorted(path.relative_to(_ROOT) for path in (_ROOT / "tests" / "gpu").glob("test_*.py"))
     with ThreadPoolExecutor(len(files)) as pool:
-        outputs = list(pool.map(lambda file: _run([sys.executable, *command, str(file)]), files))
+        runs = [pool.submit(_run, [sys.executable, *command, str(file)]) for file in files]
+    if failures := [str(error) for run in runs if (error := run.exception()) is not None]:
+        raise RuntimeError("\n".join(failures))
+    outputs = [run.result() for run in runs]
     found = Counter[str]()
     for output in outputs:
         found.update({what: int(count) for count, what in re.findall(r"(\d+) (passed|skipped|failed|error)", output)})
@@ -110,7 +114,7 @@ def _run(command: Sequence[str], timeout_s: float | None = None) -> str:
     # Each tensor's memory is to be its own, so that the sanitizer sees what lies beyond it.
     environment = (
         os.environ
-        | {"PYTHONPATH": f"{_ROOT}:{_ROOT}/worker"}
+        | {"PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "worker"), os.environ.get("PYTHONPATH", "")])}
         | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if timeout_s else {})
     )
     done = subprocess.run(

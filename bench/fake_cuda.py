@@ -35,7 +35,8 @@ from loraplex.worker.engine.scheduling.sequence import Row
 from loraplex.worker.engine.torch_engine import TorchEngine, build_engine
 from loraplex.worker.engine_api import AdapterSource, EngineConfig
 
-DEVICE = torch.device("cuda", 0)
+# Number of devices, and their compute capability.
+DEVICES, CAPABILITY = 2, (9, 0)
 # Bytes of memory of the device, and those of them that are free.
 TOTAL_BYTES, FREE_BYTES = 80 << 30, 64 << 30
 # Operators that launch nothing, besides those whose result is a view.
@@ -64,6 +65,8 @@ class FakeCuda(TorchDispatchMode):
         self.streams = 0
         # Number of kernels that had been launched whenever the free memory was read.
         self.memory_reads: list[int] = []
+        # Number of the thread's current device, on which Triton launches.
+        self.current = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,7 +106,9 @@ class FakeCuda(TorchDispatchMode):
         return FREE_BYTES, TOTAL_BYTES
 
     def launch(self, call: KernelCall) -> None:
-        """Record a launch of a Triton kernel in place of it."""
+        """Record a launch of a Triton kernel in place of it. Its tensors must be on the current device."""
+        devices = {one.device.index for one in call.arguments.values() if isinstance(one, Tensor)}
+        assert devices <= {self.current}, f"{call.kernel.__name__} of devices {devices} is launched on {self.current}"
         self.launches.append(call.kernel.__name__)
         self.kernels.append(call)
         self.compiled.add(specialization(call))
@@ -193,13 +198,18 @@ class _Event:
 
 @contextmanager
 def _found() -> Iterator[FakeCuda]:
-    """Let torch find one CUDA device, in this thread, and record what is launched on it."""
+    """Let torch find CUDA devices, in this thread, and record what is launched on them."""
     device, replaced = FakeCuda(), torch.empty
+
+    def set_device(chosen: torch.device) -> None:
+        device.current = chosen.index
+
     functions: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
+        "device_count": lambda: DEVICES,
+        "current_device": lambda: device.current,
+        "set_device": set_device,
+        "get_device_capability": lambda _=None: CAPABILITY,
         "mem_get_info": lambda _=None: device.memory(),
         "empty_cache": lambda: None,
         "synchronize": lambda _=None: None,
@@ -254,10 +264,12 @@ def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngi
     """Build an engine on a fake device, whose answers are drawn; it serves in this thread, within the context."""
 
     def load(model: str, device: str, dtype: str, quantize: str, group: None) -> LoadedModel:
+        on = torch.device(device)
+        assert fake.current == (on.index or 0), f"weights of {on} are loaded while {fake.current} is current"
         with _disable_current_modes():
             loaded = load_model(model, "cpu", dtype, quantize)
-        _move(loaded.module)
-        return replace(loaded, device=DEVICE)
+        _move(loaded.module, torch.device("cuda", fake.current))
+        return replace(loaded, device=torch.device("cuda", fake.current))
 
     def adapters(
         base: Any, config: EngineConfig, on_loaded: Callable[[], None], *installs: Any, make: Any
@@ -281,15 +293,15 @@ def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngi
         ids = [draw(row) for row in step.rows]
         return Sampled(ids, step.failures, [TokenLogprobs(0.0, ())] * len(ids) if step.logprobs else [])
 
-    with torch.inference_mode(), _found() as device:
+    with torch.inference_mode(), _found() as fake:
         forms: dict[str, Any] = {
             name: _in_earnest(getattr(cuda, name)) for name in ("norm_form", "gate_of", "attention_form", "use_layers")
         }
         with patch.multiple(torch_engine, load_model=load, adapter_cache=adapters), patch.multiple(cuda, **forms):
             engine = build_engine(config, paced=False)
-        device.serving = True
+        fake.serving = True
         with patch.object(InFlight, "collect", collect):
-            yield engine, device
+            yield engine, fake
         engine.close()
 
 
@@ -303,12 +315,12 @@ def _in_earnest(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _move(module: nn.Module) -> None:
-    """Replace a module's numbers by fake ones on the device."""
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Replace a module's numbers by fake ones on a device."""
     moved: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        return moved.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
+        return moved.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
     for child in module.modules():
         if isinstance(child, QuantizedModule):

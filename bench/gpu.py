@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -202,9 +203,16 @@ def main() -> int:
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.part:
+        threading.Thread(target=_end_with_caller, daemon=True).start()
         write_part(setup, arguments.part, arguments.out)
         return 0
     return run_parts(setup, chosen, arguments.out, again=arguments.again)
+
+
+def _end_with_caller() -> None:
+    """Kill this part with what it has started once the process that started it has gone, and with it our input."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
 
 
 def write_part(setup: Setup, part: str, out: Path) -> None:
@@ -241,7 +249,7 @@ def _run_part(setup: Setup, part: str, out: Path, timeout_s: float) -> bool:
     progress(f"{part}: at most {timeout_s:.0f} s")
     size = {"rehearsal": ["--rehearse"], "quick": ["--quick"]}.get(setup.name, [])
     command = [sys.executable, "-m", "bench.gpu", *size, "--out", str(out), "--part", part]
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:

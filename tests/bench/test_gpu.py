@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import select
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -100,8 +103,27 @@ def test_a_part_that_fails_or_takes_too_long_is_run_again_by_the_next_call(
     assert gpu.run_parts(REHEARSAL, ["steps"], out, timeout_s=0.01) == 1
 
 
+@pytest.mark.nightly
+def test_a_part_ends_with_the_programme_that_runs_it(out: Path) -> None:
+    """A call that is cut off leaves nothing that the next one would measure beside."""
+    programme = (
+        "from pathlib import Path; from bench import gpu; "
+        f"gpu.run_parts(gpu.SETUPS['rehearsal'], ['steps'], Path({str(out)!r}), timeout_s=100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", programme], stderr=subprocess.PIPE) as cut:
+        assert cut.stderr is not None
+        cut.stderr.readline()  # the part is about to start
+        children = Path(f"/proc/{cut.pid}/task/{cut.pid}/children")
+        while not (part := children.read_text()):
+            assert cut.poll() is None, "it starts the part"
+        with open(os.pidfd_open(int(part))) as ended:
+            cut.kill()
+            assert select.select([ended], [], [], 50)[0], "the part goes on"
+
+
 def test_a_test_that_fails_and_a_finding_of_the_sanitizer_fail_their_parts(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"ended with 3:\n.*broken"):
+    files = len(list(Path("tests/gpu").glob("test_*.py")))
+    with pytest.raises(RuntimeError, match=rf"(?s)(ended with 3:\n[^\n]*broken.*){{{files}}}"):
         device_checks.run_tests(["-c", "print('broken'); raise SystemExit(3)"])
     tool = tmp_path / "sanitizer"
     tool.write_text("#!/bin/sh\necho Invalid read; exit 9\n")

@@ -217,3 +217,21 @@ def test_the_next_command_asks_the_first_question() -> None:
     plan = LaunchPlan(settings, base, tree, update=False, demo=True, once=False, questions=asked)
     command = "generate 'Which team? Help!' --chat --tenant acme --adapter triage"
     assert _next_command(plan, LocalCluster(settings)) == command
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers", "devices"),
+    [
+        (("--device=cuda",), 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        (("--device=cuda", "--tensor-parallel=2"), 2, ["cuda:0", "cuda:2"]),
+        (("--device=cuda",), 1, ["cuda"]),
+        (("--device=cuda:1",), 2, ["cuda:1", "cuda:1"]),
+    ],
+)
+def test_workers_on_cuda_have_devices_of_their_own(flags: tuple[str, ...], workers: int, devices: list[str]) -> None:
+    settings = ClusterSettings("hash:", workers=workers, worker_flags=flags)
+    chosen = [settings.flags_of_worker(index) for index in range(workers)]
+    assert [[flag for flag in own if flag.startswith("--device=")][-1] for own in chosen] == [
+        f"--device={device}" for device in devices
+    ]
+    assert not any("--threads" in own for own in chosen)

@@ -73,13 +73,16 @@ class ClusterSettings:
     router_flags: tuple[str, ...] = ()
     store_flags: tuple[str, ...] = ()
 
-    def flags_of_worker(self) -> list[str]:
-        """Return the flags that every worker has."""
+    def flags_of_worker(self, index: int) -> list[str]:
+        """Return the flags of the worker of an index, from 0 on: each has cores or CUDA devices of its own."""
         flags = ["--model", self.model, "--model-name", self.model_name]
-        on_cpu = not any(flag.startswith("--device=cuda") for flag in self.worker_flags)
-        if on_cpu and self.workers > 1:  # Engines that each use every core slow each other down.
+        if self.workers > 1 and not any(flag.startswith("--device=cuda") for flag in self.worker_flags):
             flags += ["--threads", str(max(1, _cores() // self.workers))]
-        return [*flags, *self.worker_flags]
+        flags += self.worker_flags
+        if self.workers > 1 and "--device=cuda" in flags:
+            ranks = [flag.partition("=")[2] for flag in flags if flag.startswith("--tensor-parallel=")]
+            flags.append(f"--device=cuda:{index % self.workers * int(ranks[-1] if ranks else 1)}")
+        return flags
 
     def check_ports(self) -> None:
         """Check that the requested ports are free, before anything is started. Raises LaunchError."""
@@ -166,7 +169,7 @@ class LocalCluster:
         self._started_workers += 1
         name = f"worker-{self._started_workers}"
         own = ["--store", self._store_of_parts, "--cache-dir", str(self.data_dir / "cache" / name)]
-        await self._spawn_service(name, [*own, *self.settings.flags_of_worker()])
+        await self._spawn_service(name, [*own, *self.settings.flags_of_worker(self._started_workers - 1)])
         return name
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL, *, group: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench import fake_cuda
 from bench.device_requests import SAMPLINGS, draw_requests, run_requests
 from bench.fake_cuda import fake_engine
 from loraplex.contracts.grammars.build import choices_grammar, regex_grammar
@@ -55,6 +56,19 @@ def test_a_step_never_waits_for_the_device(tiny_llama: Any) -> None:
                 outputs = engine.step()
                 assert not [output.failure for output in outputs if output.failure], name
                 ended += sum(output.finish is not None for output in outputs)
+
+
+@pytest.mark.parametrize("quantize", ["", "int8"])
+def test_everything_of_an_engine_is_on_its_own_device(quantize: str, tiny_llama: Any) -> None:
+    """The fake device checks each launch: Triton launches on the current device, wherever a kernel's tensors are."""
+    config = EngineConfig(
+        str(tiny_llama.directory), "cuda:1", rows=2, block_size=4, kv_blocks=20, step_tokens=16, quantize=quantize
+    )
+    with fake_engine(config) as (engine, fake):
+        engine.add_sequence(NewSequence("one", (1, 2, 3), stopping=StoppingParams(2), adapter=AdapterSource("a", "/")))
+        while engine.has_work():
+            assert not [output.failure for output in engine.step() if output.failure]
+        assert fake.current == 1
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +139,23 @@ def test_a_step_does_not_dequantize_weights(tiny_llama: Any, monkeypatch: pytest
         # Of steps that no graph replays: q, k and v, o, gate and up, down, in two layers.
         assert 0 < len(products) <= 8 * steps
         assert len(products) % 8 == 0
+
+
+@pytest.mark.parametrize(("capability", "captured"), [((9, 0), True), ((8, 9), False)])
+def test_products_of_experts_that_wait_are_not_captured(
+    capability: tuple[int, int],
+    captured: bool,
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A failed capture would leave torch's allocator capturing, so it is decided before."""
+    make_model(make_config("mixtral"), tmp_path)
+    monkeypatch.setattr(fake_cuda, "CAPABILITY", capability)
+    config = EngineConfig(str(tmp_path), "cuda", rows=1, block_size=4, kv_blocks=8, dtype="bfloat16")
+    with fake_engine(config) as (engine, _):
+        assert (engine._runner._graphs is not None) == captured
+    assert ("without CUDA graphs: torch's grouped products" in caplog.text) != captured
 
 
 def test_a_step_of_experts_adapters_does_not_wait_either(tmp_path: Any) -> None:

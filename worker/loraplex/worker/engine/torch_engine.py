@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from loraplex.worker.engine.device import (
     available_bytes,
     is_out_of_memory,
     keep_to_one_core,
+    make_current,
     step_threads,
 )
 from loraplex.worker.engine.engine import Engine
@@ -42,11 +43,9 @@ from loraplex.worker.engine.lora.weights import (
 from loraplex.worker.engine.lora.whole_layers import WholeLayers
 from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.first_steps import run_first_steps
-from loraplex.worker.engine.model.layouts import DecodeLayout, StepLayout
 from loraplex.worker.engine.model.loader import LoadedModel, check_split, choose_dtype, device_of, lay_out, load_model
 from loraplex.worker.engine.model.runner import Runner
 from loraplex.worker.engine.parallel.group import RankGroup, leave_group, rank_device
-from loraplex.worker.engine.ranks import Followers, Install, OnLost, RankEnd, Start, end_process
 from loraplex.worker.engine.sampling.step import InFlight
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkSizer
@@ -55,6 +54,9 @@ from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
 from loraplex.worker.engine.scheduling.sequence import Batch
 from loraplex.worker.engine_api import EngineConfig, EngineLimits, ModelUnusableError, NewSequence, Output
+
+if TYPE_CHECKING:  # it needs msgspec, which may be missing where one device computes
+    from loraplex.worker.engine.ranks import Followers, OnLost, RankEnd, Start
 
 _log = logging.getLogger(__name__)
 _A = TypeVar("_A")
@@ -163,18 +165,21 @@ def build_engine(
     paced: bool = True,
     on_loaded: Callable[[], None] = lambda: None,
     on_begun: Callable[[str], None] = lambda sequence_id: None,
-    on_lost: OnLost = end_process,
+    on_lost: OnLost | None = None,
 ) -> TorchEngine:
     """Load a model directory and build an engine around it.
 
     `ahead`: schedule one step ahead; by default only on CUDA, because on the CPU the host computes and nothing is
     gained. `paced`: size prompt chunks by measured time (chunk_sizer.py); without, a step's rows do not depend on the
     clock. `on_loaded` is called from another thread when an adapter has been read and a step would let it in;
-    `on_begun` before the first step of a sequence; `on_lost` when a rank has ended. Raises ModelUnusableError.
+    `on_begun` before the first step of a sequence; `on_lost` when a rank has ended (default: this process ends).
+    Raises ModelUnusableError.
     """
     with contextlib.ExitStack() as stack:
         followers = None
         if config.tensor_parallel > 1:
+            from loraplex.worker.engine.ranks import Followers
+
             check_split(config)
             followers = Followers(config, on_lost)
             stack.callback(leave_group)
@@ -227,6 +232,7 @@ def load_part(
         rank, store = (start.rank, start.store) if start else (0, followers.store if followers else "")
         device = rank_device(device, rank)
         group = RankGroup(rank, config.tensor_parallel, store, device_of(device))
+    make_current(device_of(device))  # before the model loads, which launches kernels if it is quantized
     loaded = load_model(config.model, device, config.dtype, config.quantize, group)
     torch.set_num_threads(_threads(loaded, config))
     loaded = choose_dtype(loaded, config.dtype)
@@ -254,6 +260,8 @@ def load_part(
 
 def follow(end: RankEnd) -> int:
     """Run a rank from 1 on until rank 0 has gone; return the exit code."""
+    from loraplex.worker.engine.ranks import Decode, Install, Start, Step
+
     part: LoadedPart | None = None
     for message, memory in end.messages():
         match message:
@@ -267,9 +275,9 @@ def follow(end: RankEnd) -> int:
             case Install(shapes, slot):
                 assert memory is not None, "it comes with its file"
                 adapters.install(shapes, memory, slot)
-            case StepLayout() | DecodeLayout():
+            case Step(layout) | Decode(layout):
                 assert part is not None, "it was started"
-                part.runner.execute(message)
+                part.runner.execute(layout)
     return 0
 
 
@@ -299,8 +307,6 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
     from loraplex.worker.engine.lora.cuda import adapt_linears
     from loraplex.worker.engine.lora.cuda_experts import adapt_experts
 
-    # Triton launches on the thread's current device.
-    torch.cuda.set_device(device)
     try:
         linears = adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
         if config.batch_invariant:

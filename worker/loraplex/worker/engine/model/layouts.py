@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +15,8 @@ from loraplex.worker.engine.scheduling.sequence import Batch, Row
 Placeholders = tuple[list[int], list[int]]
 
 
-class StepLayout(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class StepLayout:
     """A step of any rows. `tokens` [3, tokens] are ids, positions and KV slots; ids that are placeholders are 0.
 
     `logit_places` are the tokens whose logits are needed: row after row, its prompt_positions and, where it samples,
@@ -33,7 +33,8 @@ class StepLayout(msgspec.Struct, frozen=True, tag=True):
     placeholders: Placeholders
 
 
-class DecodeLayout(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class DecodeLayout:
     """A step of one token a row, padded to a batch size. `tokens` [3, size] are as a StepLayout's, `tables` [size,
     blocks] the rows' blocks; `slots` are the rows' adapter slots.
     """
@@ -45,19 +46,6 @@ class DecodeLayout(msgspec.Struct, frozen=True, tag=True):
 
 
 Layout = StepLayout | DecodeLayout
-
-
-def encode_array(value: Any) -> Any:
-    """Return what msgspec encodes in place of an array."""
-    if isinstance(value, np.ndarray):
-        return value.shape, value.tobytes()
-    raise NotImplementedError(type(value))
-
-
-def decode_array(kind: Any, value: Any) -> NDArray[np.int64]:
-    """Return the array that encode_array has encoded."""
-    shape, numbers = value
-    return np.frombuffer(bytearray(numbers), np.int64).reshape(shape)
 
 
 def step_layout(batch: Batch, block_size: int, sampled: Sequence[Row] = ()) -> StepLayout:

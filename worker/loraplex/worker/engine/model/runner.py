@@ -188,6 +188,14 @@ class DecodeGraphs:
         return self._logits[:size]
 
 
+def _grouped_products_are_captured(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether torch._grouped_mm has one kernel for all experts, and not a loop over offsets that the host reads.
+
+    As ATen's native/cuda/GroupedBlas.cpp chooses. A failed capture would leave torch 2.11's allocator capturing.
+    """
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+
+
 def _warm_up(inputs: StepInputs, forward: Callable[[StepInputs], Tensor], stream: torch.cuda.Stream) -> Tensor:
     """Compile the kernels and let libraries take their workspaces: neither can be done while capturing."""
     stream.wait_stream(torch.cuda.current_stream())
@@ -231,6 +239,8 @@ class Runner:
         self._ahead = ahead
         self._last: InFlight | None = None
         self._device = loaded.device
+        # Dtype of the experts; None: the model has none.
+        self._grouped = loaded.dtype if loaded.experts else None
         self._cache = cache
         self._lora = lora
         self._masks = MaskFiller()
@@ -242,6 +252,12 @@ class Runner:
     def capture_decodes(self, limits: EngineLimits) -> None:
         """Capture, on CUDA, the decode steps of up to as many rows and positions as the limits say."""
         self._buffers = DecodeBuffers(limits.rows, limits.max_tokens, self._cache, self._device)
+        if self._grouped and not _grouped_products_are_captured(self._grouped, self._device):
+            _log.warning(
+                "decode steps run without CUDA graphs: torch's grouped products of experts wait for the device, but in "
+                "bfloat16 on GPUs of compute capability 9.0 and 10.0"
+            )
+            return
         try:
             self._graphs = DecodeGraphs(self._buffers, self._forward, self._begin_empty)
         except Exception as error:  # torch's and Triton's have no common class
