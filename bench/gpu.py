@@ -2,11 +2,11 @@
 
     checks, sanitizer, waits │ model │ steps │ profile │ load │ peers      each in its own process, under eight minutes
 
-A part's figures are a file in DIR as soon as it ends; the next call goes on with the parts that have none. When all are
-there, a full run writes docs/results/benchmarks-gpu.md. llama3-8b in bfloat16 with random weights: decode steps at a
-context of 512, with and without adapters, and prefills of 4,096 tokens, each compared with the time of its bytes and
-operations at the bandwidth and the rate that are measured between the runs; closed loops; then transformers' continuous
-batching and peft's mixed batches run in turn with ours.
+A part's figures are in DIR/parts.json as soon as it ends; the next call goes on with those that have none, and makes
+the model again on another machine. When all are there, a full run writes docs/results/benchmarks-gpu.md. llama3-8b in
+bfloat16 with random weights: decode steps at a context of 512, with and without adapters, and prefills of 4,096 tokens,
+each compared with the time of its bytes and operations at the bandwidth and the rate that are measured between the
+runs; closed loops; then transformers' continuous batching and peft's mixed batches run in turn with ours.
 
 Without a CUDA device the programme says so and ends with exit code 0; `--rehearse` runs all parts on the CPU with a
 tiny model. It needs no network, and no packages but torch, triton, transformers, peft, safetensors and pytest.
@@ -155,6 +155,7 @@ def profile(setup: Setup) -> Figures:
 
 def measure_loops(setup: Setup) -> Figures:
     """Run the closed loops."""
+    make_model(setup)
     return measure_load(setup.load, setup.model / "model", _adapters(setup), setup.shape.vocabulary, setup.device)
 
 
@@ -182,6 +183,7 @@ PARTS: Mapping[str, Callable[[Setup], Figures]] = {
 }
 # Timeout in seconds for a part.
 PART_S = 470
+_PARTS_FILE = "parts.json"
 
 
 def main() -> int:
@@ -223,9 +225,9 @@ def write_part(setup: Setup, part: str, out: Path) -> None:
         "setup": setup.name, "part": part, "seconds": time.perf_counter() - began,
         "rows": [dict(row) for row in figures.rows], "ratios": dict(figures.ratios),
     }  # fmt: skip
-    unfinished = out / f"{part}.json.new"
-    unfinished.write_text(json.dumps(values, indent=1) + "\n")
-    unfinished.replace(out / f"{part}.json")
+    unfinished = out / "parts.json.new"
+    unfinished.write_text(json.dumps(_read(out) | {part: values}, indent=1) + "\n")
+    unfinished.replace(out / _PARTS_FILE)
 
 
 def run_parts(setup: Setup, parts: Sequence[str], out: Path, *, again: bool = False, timeout_s: float = PART_S) -> int:
@@ -233,7 +235,7 @@ def run_parts(setup: Setup, parts: Sequence[str], out: Path, *, again: bool = Fa
     failed = []
     for part in parts:
         if _figures(setup, part, out) is not None and not again:
-            progress(f"{part}: {out / part}.json is there")
+            progress(f"{part}: its figures are there")
         elif not _run_part(setup, part, out, timeout_s):
             failed.append(part)
     found = [figures for part in PARTS if (figures := _figures(setup, part, out)) is not None]
@@ -266,9 +268,15 @@ def _run_part(setup: Setup, part: str, out: Path, timeout_s: float) -> bool:
 
 def _figures(setup: Setup, part: str, out: Path) -> dict[str, Any] | None:
     """Return a part's figures of this setup, once they are there."""
-    file = out / f"{part}.json"
-    values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    values = _read(out).get(part, {})
     return values if values.get("setup") == setup.name else None
+
+
+def _read(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the figures that are there, by part."""
+    file = out / _PARTS_FILE
+    figures: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+    return figures
 
 
 def _report(setup: Setup, parts: Sequence[Mapping[str, Any]], out: Path) -> None:
@@ -313,6 +321,7 @@ def _adapters(setup: Setup) -> list[Path]:
 
 
 def _engine(setup: Setup) -> BareEngine:
+    make_model(setup)
     rows, steps, work = max(case.rows for case in CASES), setup.steps, setup.peers.workload
     tokens = max(steps.prompt + steps.answer, work.prompt + work.long)
     # Only the blocks that the largest case fills, because the peers need memory too.
