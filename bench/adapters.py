@@ -144,7 +144,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             ),
             *meter.rows(),
         ],
-        page_rows=[*rows, *meter.rows()],
+        page_rows=rows,
         ratios={
             "n1000_over_n5": median(over_few),
             "n1000_of_limit": median(of_limit),

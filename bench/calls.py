@@ -119,18 +119,18 @@ def measure(setup: Setup, quick: bool) -> Report:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         figures = runner.run(_measure(setup))
     ends, one, two = figures.ends, figures.rounds[1], figures.rounds[2]
+    flows = [figures.flow.row(f"{setup.side_by_side} side by side"), one.row("one process"), two.row("two processes")]
     return Report(
         name="calls",
         command="python -m bench.calls" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup) | {"tenants": TENANTS},
         rows=[
-            figures.flow.row(f"{setup.side_by_side} side by side"),
+            *flows,
             *({"case": f"burst: {end}", "calls": count} for end, count in sorted(ends.items())),
             {"case": "burst", "calls": setup.burst, "calls/s": setup.burst / figures.burst_s},
-            one.row("one process"),
-            two.row("two processes"),
         ],
+        page_rows=flows,
         ratios={
             "calls_per_s_of_a_router_core": figures.flow.calls_per_s_of_cores,
             "calls_per_s_here": figures.flow.calls / figures.flow.seconds,

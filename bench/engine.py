@@ -88,6 +88,7 @@ def measure(setup: Setup, quick: bool) -> Report:
         quick=quick,
         setup=asdict(setup) | {"adapters": ADAPTERS, "rank": RANK, "dtype": "bfloat16"},
         rows=[*rounds.rows(), *meter.rows()],
+        page_rows=rounds.rows(),
         ratios=_ratios(rounds) | of_limit,
         aims=AIMS,
     )

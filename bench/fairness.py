@@ -15,6 +15,8 @@ from bench.fairness_simulation import FairnessRun, FairnessSetup, FairnessSimula
 from bench.report import Aim, Report, progress
 from loraplex.contracts.broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
+# Columns of the page.
+_PAGE = ("run", "tenant", "ttft p50 s", "ttft p99 s", "service difference")
 AIMS = {
     "service_difference_over_bound": Aim(at_most=1),
     "fair_over_fcfs": Aim(at_least=0.97),
@@ -56,12 +58,14 @@ def measure(setup: FairnessSetup, quick: bool) -> Report:
     beside = runs["quiet beside loud"]
     waited_s = _p99(beside.ttft_s["quiet"]) - _p99(runs["quiet alone"].ttft_s["quiet"])
     bound = 2 * max(PROMPT_WEIGHT * setup.prompt, OUTPUT_WEIGHT * setup.kv_tokens)
+    rows = [row for name, run in runs.items() for row in _rows(name, run)]
     return Report(
         name="fairness",
         command="python -m bench.fairness" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup),
-        rows=[row for name, run in runs.items() for row in _rows(name, run)],
+        rows=rows,
+        page_rows=[{key: row[key] for key in _PAGE} for row in rows],
         ratios={
             "service_difference_over_bound": fair_run.difference / bound,
             "fair_over_fcfs": fair_run.tokens_per_s / fcfs.tokens_per_s,

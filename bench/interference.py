@@ -16,7 +16,6 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,7 +100,7 @@ def measure(setup: Setup, quick: bool) -> Report:
         quick=quick,
         setup=asdict(setup) | {"dtype": "bfloat16", "itl_target_ms": config.itl_target_ms},
         rows=rows,
-        page_rows=[max(rows, key=itemgetter("p99 gap ms"))],
+        page_rows=[],
         ratios={
             "gap_p99_over_target": _p99([gap for repeat in repeats for gap in repeat.gaps])
             / (config.itl_target_ms / 1000),

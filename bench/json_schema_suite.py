@@ -140,17 +140,21 @@ def page(tallies: Mapping[str, Tally]) -> str:
     enforced = [name for name, count in counts.items() if not any(count[1:])]
     refused = [name for name, count in counts.items() if not any((count[0], *count[2:]))]
     lists = [
-        fill(f"{title}: `{'`, `'.join(names)}`.", 120, break_on_hyphens=False, break_long_words=False)
+        _wrapped(f"{title}: `{'`, `'.join(names)}`.")
         for title, names in (("Enforced in full", enforced), ("Refused in full", refused))
         if names
     ]
-    head = "| file of the suite | enforced | refused | left out |\n| --- | --- | --- | --- |"
-    rows = [
-        f"| `{name}` | {' | '.join(map(str, count[:3]))} |"
+    others = [
+        f"`{name}` {'/'.join(map(str, count[:3]))}"
         for name, count in counts.items()
         if name not in enforced and name not in refused
     ]
-    return _PAGE + "\n\n".join([_total(tallies), *lists, "\n".join([head, *rows])]) + "\n"
+    in_part = _wrapped(f"Cases enforced/refused/left out of the other files: {', '.join(others)}.")
+    return _PAGE + "\n\n".join([_total(tallies), *lists, in_part]) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def _total(tallies: Mapping[str, Tally]) -> str:

@@ -108,7 +108,7 @@ def measure(setup: Setup, quick: bool) -> Report:
         quick=quick,
         setup=asdict(setup) | {"rank": RANK, "mixed_ranks": MIXED_RANKS, "dtype": "bfloat16"},
         rows=[_row(point) for point in points],
-        page_rows=[_row(point) for point in points if (point.width, point.rows) == (widest, most)],
+        page_rows=[],
         ratios={
             "worst_over_best_other": max(point.over_best_other for point in points),
             "vs_gathered_64": hardest.us["gathered"] / hardest.us[_OURS],

@@ -19,6 +19,8 @@ from bench.scaling import PAGE
 from bench.scaling_cluster import Result, Scale, VirtualCluster
 from loraplex.contracts.broker.terms import HOME_PERCENT
 
+# Columns of the page.
+_PAGE = ("run", "policy", "hit rate", "loads/s", "start p99 ms", "hot p99 ms", "median p99 ms")
 AIMS = {
     "hit_rate": Aim(at_least=0.93),
     "hit_rate_one_home": Aim(),
@@ -83,12 +85,14 @@ def measure(setup: Setup, quick: bool) -> Report:
     for name, ending in ((first, ""), (busy, "_busy")):
         for policy, of in ((BY_DEMAND, ""), (ONE_HOME, "_one_home")):
             ratios[f"hot_over_median_p99{ending}{of}"] = _hot_over_median(scales[name], results[name, policy])
+    rows = [_row(scales[name], name, policy, result) for (name, policy), result in results.items()]
     return Report(
         name="placement",
         command="python -m bench.placement" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup.scale) | {"busy_load": setup.busy_load, "joining": setup.joining},
-        rows=[_row(scales[name], name, policy, result) for (name, policy), result in results.items()],
+        rows=rows,
+        page_rows=[{key: row[key] for key in _PAGE} for row in rows],
         ratios=ratios,
         aims=AIMS,
     )

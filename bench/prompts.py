@@ -127,16 +127,13 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
 
 
 def _page_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a row for each form with its medians by the prompts' length, and the rows of ceilings."""
+    """Return a row for each form with its medians by the prompts' length."""
     forms: dict[str, dict[str, Any]] = {}
-    others = []
     for row in rows:
         length, of_tokens, form = row["case"].partition(" tokens, ")
         if of_tokens:
             forms.setdefault(form, {"tokens/s": form})[f"prompts of {length}"] = row["median"]
-        elif not row["case"].startswith("peak memory"):  # the ratios say it
-            others.append(row)
-    return [*forms.values(), *others]
+    return list(forms.values())
 
 
 class PromptEngine(BareEngine):

@@ -112,6 +112,7 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         quick=quick,
         setup=asdict(setup) | {"adapters": ADAPTERS, "rank": RANK},
         rows=[*rounds.rows(), meter.row()],
+        page_rows=rounds.rows(),
         ratios=_ratios(setup, rounds, meter),
         aims=AIMS | (AIMS_WITH_AMX if can_use_tiles() else {}),
     )

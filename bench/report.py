@@ -75,7 +75,8 @@ class Figures:
 class Report:
     """A benchmark's result. `rows` are flat and may differ in their keys; `aims` has a key for each of `ratios`.
 
-    `page_rows` are the rows of the docs where all would be too many; `draw` draws the plots of the docs.
+    `page_rows` are the rows of the docs where all would be too many, none where a plot or the ratios say it; `draw`
+    draws the plots of the docs.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Report:
     aims: Mapping[str, Aim]
     machine: Mapping[str, Any] = field(default_factory=describe_machine)
     versions: Mapping[str, str] = field(default_factory=describe_versions)
-    page_rows: Sequence[Mapping[str, Any]] = ()
+    page_rows: Sequence[Mapping[str, Any]] | None = None
     draw: Callable[[], None] | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -137,10 +137,8 @@ def measure(setup: Setup, quick: bool) -> Report:
     at_100 = {run.name: run for run in sizes if run.scale.workers == max(s for s in setup.workers if s <= 100)}
     quiet = [f"t{number}" for number in range(1, loud.scale.tenants)]
     largest = max(share)
-    others = map(_row, (*loads, loud, flood))
     scripts = [{"run": f"Redis: {name}", "us": us} for name, us in costs.items()]
     cores = [{"run": f"{kind} of {setup.routers} routers", "cores": used} for kind, used in looks.items()]
-    names = ("run", "workers", "hit rate", "wait p99 ms", "jobs/s")
     return Report(
         name="scaling",
         command="python -m bench.scaling" + (" --quick" if quick else ""),
@@ -154,7 +152,6 @@ def measure(setup: Setup, quick: bool) -> Report:
         ],
         page_rows=[
             *(_page_row(sizes, workers) | {"cores of Redis": used} for workers, used in share.items()),
-            *({name: row[name] for name in names} for row in others),
             *scripts,
             *cores,
         ],

@@ -32,7 +32,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     where = f"`{report['command']}` on {machine['processor']}, {machine['cores']} cores, load {machine['load_1_min']}."
     aims = {key: "" if aim == "reported" else f" ({aim})" for key, aim in report["aims"].items()}
     ratios = "\n".join(f"- `{key}`: {cell(value)}{aims[key]}" for key, value in report["ratios"].items())
-    rows = report.get("page_rows") or report["rows"]
+    rows = report["rows"] if report.get("page_rows") is None else report["page_rows"]
     return "\n\n".join((where, *_tables(rows), ratios))
 
 
@@ -45,7 +45,17 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         parts[-1][0].update(row)
         parts[-1][1].append(row)
     for keys, part in parts:
-        yield _table([*keys], [[cell(row.get(key, "")) for key in keys] for row in part])
+        (first, *others), units = keys, {row.get("unit") for row in part}
+        # A unit of all rows is said once, in the head; of several each is behind its row's name.
+        is_one = len(units) == 1 and "unit" in keys
+        shown = [key for key in others if key != "unit"]
+        head = f"{first}, {part[0]['unit']}" if is_one else first
+        cells = []
+        for row in part:
+            name = cell(row.get(first, ""))
+            named = name if is_one or "unit" not in row else f"{name}, {row['unit']}"
+            cells.append([named, *(cell(row.get(key, "")) for key in shown)])
+        yield _table([head, *shown], cells)
 
 
 def _shown(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ def test_aims_tell_direction_and_whether_they_are_reached() -> None:
 def test_the_page_has_a_place_for_every_benchmark(name: str) -> None:
     made = report(name).to_json()  # once: it has the machine's load
     written = rewrite(PAGE.read_text(), made)
-    assert "| ours | 1,234.5 |  |\n| theirs | 2 | GB/s |" in written
+    assert "| ours | 1,234.5 |\n| theirs, GB/s | 2 |" in written
     assert "- `speed`: 2.5 (>= 3)\n- `gap`: 0.3 (<= 1)\n" in written
     assert f"`python -m bench.{name}` on " in written
     assert rewrite(written, made) == written
@@ -52,6 +52,9 @@ def test_rows_of_other_keys_are_a_table_of_their_own_and_a_page_may_have_rows_of
     made = replace(report("engine"), rows=rows)
     assert "| a | 1 | 2 |\n| b | 3 |  |\n\n| case | MB |\n| --- | --- |\n| c | 4 |" in markdown(made.to_json())
     assert "| a |" not in markdown(replace(made, page_rows=rows[2:]).to_json())
+    assert "|" not in markdown(replace(made, page_rows=[]).to_json())
+    same = [{"case": "a", "unit": "us", "median": 1}, {"case": "b", "unit": "us", "median": 3}]
+    assert "| case, us | median |\n| --- | --- |\n| a | 1 |\n" in markdown(replace(made, rows=same).to_json())
     spread = [{"case": "a", "median": 2, "low": 1, "high": 12.5, "runs": 3}]
     assert "| case | median | range |\n| --- | --- | --- |\n| a | 2 | 1-12.5 |\n" in markdown(
         replace(made, page_rows=spread).to_json()
