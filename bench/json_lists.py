@@ -44,8 +44,6 @@ LISTS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 }
 TEMPERATURES = (0.0, 0.7)
 MAX_TOKENS = 400
-# Columns of the page.
-_PAGE = ("style", "lists of", "temperature", "items", "tokens")
 AIMS = {
     "spaced_items_over_flexible": Aim(at_least=0.95),
     "spaced_tokens_over_flexible": Aim(at_most=0.8),
@@ -79,7 +77,7 @@ def measure(quick: bool) -> Report:
         quick=quick,
         setup={"topics": list(topics), "items": ITEMS, "max_tokens": MAX_TOKENS},
         rows=rows,
-        page_rows=[{key: row[key] for key in _PAGE} for row in rows],
+        page_rows=[],
         ratios={
             "spaced_items_over_flexible": _over(rows, "spaced", "items"),
             "spaced_tokens_over_flexible": _over(rows, "spaced", "tokens"),

@@ -45,7 +45,7 @@ _CLIENTS_PER_ROW = 1.5
 # Interval in seconds of the samples of the routers' memory.
 _MEMORY_S = 0.25
 # Columns of the page.
-_PAGE = ("case", "calls/s", "client", "answered", "tokens/s in time", "quiet calls", "ttft p50 ms", "ttft p99 ms")
+_PAGE = ("case", "calls/s", "client", "answered", "tokens/s in time", "ttft p50 ms", "ttft p99 ms")
 
 
 @dataclass(frozen=True)

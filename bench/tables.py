@@ -59,11 +59,8 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row with `low` and `high` in one cell, and without the number of runs, which the JSON file has."""
-    if "low" not in row:
-        return row
-    kept = {key: value for key, value in row.items() if key not in ("low", "high", "runs")}
-    return kept | {"range": f"{cell(row['low'])}-{cell(row['high'])}"}
+    """Return a row without the range and the number of its runs, which the JSON file has."""
+    return {key: value for key, value in row.items() if "low" not in row or key not in ("low", "high", "runs")}
 
 
 def cell(value: Any) -> str:

@@ -10,9 +10,7 @@ from loraplex.runtime.tenancy.permissions import PERMISSIONS, Permission, Port
 
 _HEAD = """# Permissions
 
-The roles that may call each RPC, by port. Any other call gets PERMISSION_DENIED. The page is made from
-[loraplex/runtime/tenancy/permissions.py](../../loraplex/runtime/tenancy/permissions.py); after a change run
-`.venv/bin/python -m tests.tenancy.permissions_page docs/reference/permissions.md`.
+The roles that may call each RPC, by port. Any other call gets PERMISSION_DENIED.
 
 - **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for workers and
   other routers. Without credentials one port serves all, and every caller has every role.
