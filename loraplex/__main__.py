@@ -42,7 +42,7 @@ PROCESSES = {
         "operator",
         "Import and release the adapters that Kubernetes objects name.",
     ),
-    "backup": ("loraplex.adapter_store.backup", "store", "Copy a store's data, also while it runs."),
+    "backup": ("loraplex.transfers.backup", "store", "Copy a store's data, also while it runs."),
     "probe": ("loraplex.runtime.rpc.probe", "", "Exit with 0 if the server at an address is ready."),
 }
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapter_store import backup
 from loraplex.adapter_store.embedded import open_database
 from loraplex.adapter_store.storage import CorruptBlob, DataDirectoryError
 from loraplex.contracts.artifacts.names import AdapterName
+from loraplex.transfers import backup
 from tests.adapter_store.sources.places import bucket_of
 from tests.adapter_store.test_shared_catalog import parts
 from tests.postgres_server import PostgresServer
@@ -78,7 +78,7 @@ def test_a_damaged_file_is_named_and_no_catalog_is_written(tmp_path: Path) -> No
     command = [
         sys.executable,
         "-m",
-        "loraplex.adapter_store.backup",
+        "loraplex.transfers.backup",
         "--from",
         str(tmp_path),
         "--to",

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapter_store.app import Store, StoreSettings
-from loraplex.adapter_store.backup import copy, place
 from loraplex.adapter_store.embedded import open_database
 from loraplex.adapter_store.removals import Removals
 from loraplex.adapter_store.storage import DataDirectoryError
 from loraplex.contracts.plans import Plan
 from loraplex.runtime.rpc.principal import Role
+from loraplex.transfers.backup import copy, place
 
 
 def key_of(store: Store, tenant: str) -> str:
