@@ -58,7 +58,8 @@ def expected_tokens(
             allowed = matching.allowed_ids(frozenset() if may_end else frozenset(ends))
             token = next_allowed_token(model, state, answered, allowed)
             matching.advance(token)
-        answer.append((token, hash_logprobs(model, token, state.digest()[0], alternatives, named)))
+        number = state.digest()[sampling.processed_logprobs]
+        answer.append((token, hash_logprobs(model, token, number, alternatives, named)))
         if (may_end and token in ends) or (matching is not None and matching.complete):
             break
         state.update(id_bytes((token,)))

@@ -78,6 +78,8 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
     if named.random() < 0.1:
         ids = tuple(named.sample(range(1000), named.choice((1, 3, 40))))
         request = replace(request, logprobs=len(ids), logprob_token_ids=ids)
+    if named.random() < 0.2:
+        request = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
     keeps = Random(f"keep {request.prompt}").random() < 0.3
     request = replace(_with_stop(chance, request, adapter_digest, model), keep_stop=keeps)
     return _with_text(request) if candidates else request

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from unittest.mock import AsyncMock
 
 import pytest
@@ -75,10 +76,14 @@ def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:
             # A request that is read has the first as its temperature; all that are drawn have max_tokens that fit.
             if field.name in ("default_temperature", "default_max_tokens", "cap_max_tokens"):
                 continue
-            of_request = group == "output" or field.name == "seed"
             # Words are drawn as the ids that they become: most ids of the hash model are no text's.
-            name = "bad_word_ids" if field.name == "bad_words" else field.name
-            values = {getattr(request if of_request else getattr(request, group), name) for request in requests}
+            elsewhere = {
+                "bad_words": "sampling.bad_word_ids",
+                "logprobs_mode": "sampling.processed_logprobs",
+                "seed": "seed",
+            }
+            own = field.name if group == "output" else f"{group}.{field.name}"
+            values = set(map(attrgetter(elsewhere.get(field.name, own)), requests))
             assert len(values) > 1, f"{group}.{field.name} is always {values}"
     for field in pb.PromptOptions.DESCRIPTOR.fields:
         options = {getattr(request.prompt_options, field.name) for request in requests}

@@ -55,6 +55,8 @@ _NAMES = {
 }
 # Tokens of a completion without `max_tokens`, and the temperature where neither request nor model has one: OpenAI's.
 _COMPLETION_TOKENS = 16
+# Seeds are OpenAI's, signed numbers of 64 bits.
+SEEDS = 1 << 63
 _TEMPERATURE = 1.0
 # An answer without `max_tokens` ends with the context.
 UNBOUNDED = (1 << 32) - 1
@@ -144,6 +146,8 @@ class CompletionExtensions(Extensions, total=False):
     logit_bias: dict[str, float] | None
     prompt_logprobs: int | None
     return_tokens_as_token_ids: bool | None
+    return_token_ids: bool | None
+    logprobs_mode: str | None
 
 
 class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
@@ -217,7 +221,7 @@ _SAME = (
     "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
     "top_k", "min_p", "typical_p", "top_n_sigma", "repetition_penalty", "min_tokens", "stop_token_ids",
     "allowed_token_ids", "bad_words", "ignore_eos", "skip_special_tokens", "add_special_tokens",
-    "truncate_prompt_tokens", "priority", "json_style",
+    "truncate_prompt_tokens", "priority", "json_style", "logprobs_mode",
 )  # fmt: skip
 
 
@@ -279,7 +283,7 @@ def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("top_k") == -1:  # vLLM's word for no limit
         options["top_k"] = 0
     if (seed := request.get("seed")) not in (None, -1):  # -1 is vLLM's word for none
-        options["seed"] = seed % 2**64  # OpenAI's are signed
+        options["seed"] = _seed(seed)
     if request.get("prompt_logprobs") is not None:
         if request.get("stream"):
             raise not_served("prompt_logprobs", "is not served in a stream")
@@ -294,6 +298,22 @@ def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
     if request.get("logit_bias"):
         options["logit_bias"] = _biases(request["logit_bias"])
     return options
+
+
+def _seed(seed: int) -> int:
+    if not -SEEDS <= seed < SEEDS:
+        raise invalid("seed", f"{seed} is not between -2^63 and 2^63 - 1")
+    return seed % 2**64
+
+
+def shows_ids(request: Mapping[str, Any]) -> bool:
+    """Return whether the ids of prompts and answers are asked for. Raises HttpError where they are not served."""
+    if not request.get("return_token_ids"):
+        return False
+    for name, where in (("stream", "in a stream"), ("truncate_prompt_tokens", "with truncate_prompt_tokens")):
+        if request.get(name):
+            raise not_served("return_token_ids", f"is not served {where}")
+    return True
 
 
 def has_format(options: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ from loraplex.gateway.openai_api import (
     event,
     format_names,
     head_of,
+    shows_ids,
     stream_usage,
     usage_of,
 )
@@ -134,7 +135,7 @@ def text_offsets(tokens: Sequence[bytes], at: int) -> list[int]:
 async def chat_completions(call: HttpCall) -> None:
     """Answer a chat, whole or as a stream. Raises HttpError, LoraplexError."""
     request = await call.read(CHAT)
-    options, usage = chat_options(request), stream_usage(request)
+    options, usage, with_ids = chat_options(request), stream_usage(request), shows_ids(request)
     call.exchange.names = format_names(request)
     messages = sdk_messages(request["messages"])
     named = await call.cluster.named(call.caller, request["model"])
@@ -152,14 +153,17 @@ async def chat_completions(call: HttpCall) -> None:
         else:
             head = head_of("chat.completion", "chatcmpl", request_id, request["model"])
             whole = call.finished(await stream.result())
-            if "prompt_logprobs" in options:
+            if with_ids or "prompt_logprobs" in options:
                 of_chat = {name: value for name, value in options.items() if name in _OF_CHATS}
                 special = options.get("add_special_tokens")
                 ids = await call.caller.tokenize(
                     messages=messages, add_special_tokens=special, chat_options=of_chat, **named
                 )
-                head["prompt_logprobs"] = await _texts(call, request, named).of_prompt(ids, whole.prompt_logprobs)
-            await call.exchange.answer(head | await _completion(whole, texts, shows_reasoning))
+                if "prompt_logprobs" in options:
+                    head["prompt_logprobs"] = await _texts(call, request, named).of_prompt(ids, whole.prompt_logprobs)
+                if with_ids:
+                    head["prompt_token_ids"] = ids
+            await call.exchange.answer(head | await _completion(whole, texts, shows_reasoning, with_ids))
 
 
 # Options that a chat is rendered with.
@@ -172,7 +176,9 @@ def _texts(call: HttpCall, request: Mapping[str, Any], named: Mapping[str, Any])
     return LogprobTexts(call, named.get("model", ""), as_ids=bool(request.get("return_tokens_as_token_ids")))
 
 
-async def _completion(whole: Generation, texts: LogprobTexts | None, shows_reasoning: bool) -> dict[str, Any]:
+async def _completion(
+    whole: Generation, texts: LogprobTexts | None, shows_reasoning: bool, with_ids: bool
+) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -180,6 +186,7 @@ async def _completion(whole: Generation, texts: LogprobTexts | None, shows_reaso
             "logprobs": None if texts is None else await texts.of_chat(choice.token_ids, choice.logprobs),
             "finish_reason": REASONS[choice.finish_reason],
         }
+        | ({"token_ids": choice.token_ids} if with_ids else {})
         for index, choice in enumerate(whole.choices)
     ]
     return {
@@ -329,7 +336,7 @@ def _calls(parts: Sequence[ToolCallPart]) -> list[dict[str, Any]]:
 async def completions(call: HttpCall) -> None:
     """Answer prompts, whole or as a stream. Raises HttpError, LoraplexError."""
     request = await call.read(COMPLETION)
-    options, usage = completion_options(request), stream_usage(request)
+    options, usage, with_ids = completion_options(request), stream_usage(request), shows_ids(request)
     call.exchange.names = format_names(request)
     prompts = _prompts(request["prompt"])
     named = await call.cluster.named(call.caller, request["model"])
@@ -351,7 +358,9 @@ async def completions(call: HttpCall) -> None:
         else:
             # The first that fails raises, and leaving the stack cancels the others.
             wholes = [call.finished(one) for one in await asyncio.gather(*(stream.result() for stream in streams))]
-            ids = await _prompt_ids(call, prompts, named, options)
+            ids: list[Sequence[int]] = [()] * len(prompts)
+            if with_ids or "prompt_logprobs" in options:
+                ids = await _prompt_ids(call, prompts, named, options)
             echoes = texts is not None and options.get("echo")
             choices = [
                 (choice, own if echoes else (), whole.prompt_logprobs)
@@ -359,6 +368,11 @@ async def completions(call: HttpCall) -> None:
                 for choice in whole.choices
             ]
             answered = [await _choice(index, texts, *choice) for index, choice in enumerate(choices)]
+            if with_ids:
+                for (made, _, _), answer, own in zip(
+                    choices, answered, chain.from_iterable([one] * options.get("n", 1) for one in ids), strict=True
+                ):
+                    answer |= {"token_ids": made.token_ids, "prompt_token_ids": own}
             if request.get("prompt_logprobs") is not None:
                 of_prompts = _texts(call, request, named)
                 for index, choice in enumerate(answered):
@@ -389,9 +403,7 @@ def _prompts(value: Any) -> list[dict[str, Any]]:
 async def _prompt_ids(
     call: HttpCall, prompts: Sequence[Mapping[str, Any]], named: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Sequence[int]]:
-    """Return the ids of each prompt whose log probabilities are in the answer. Raises LoraplexError."""
-    if "prompt_logprobs" not in options:
-        return [()] * len(prompts)
+    """Return the ids of each prompt. Raises LoraplexError."""
     special = options.get("add_special_tokens")
     return [
         prompt.get("token_ids") or await call.caller.tokenize(prompt["prompt"], add_special_tokens=special, **named)

@@ -181,6 +181,8 @@ class ChatOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     # in place of logprobs: up to 256 ids whose log probabilities each token has as its alternatives
     logprob_token_ids: Sequence[int] | None
+    # of the model's own logits, `raw_logprobs`, or of what the tokens were drawn from, `processed_logprobs`
+    logprobs_mode: str | None
     echo: bool | None
     skip_special_tokens: bool | None
     # a message only every so many tokens
@@ -217,6 +219,19 @@ _PATHS: dict[str, str] = {
     "choices": "choices.values",
     "truncate_prompt_tokens": "prompt_options.truncate_to",
 }
+
+
+_LOGPROBS_MODES = {
+    "raw_logprobs": inference_pb2.LOGPROBS_MODE_RAW,
+    "processed_logprobs": inference_pb2.LOGPROBS_MODE_PROCESSED,
+}
+
+
+def _logprobs_mode(word: str) -> int:
+    if word not in _LOGPROBS_MODES:
+        message = f"logprobs_mode: {str(word)[:_SHOWN]!r} is none of {', '.join(_LOGPROBS_MODES)}"
+        raise InvalidRequestError(message, field="logprobs_mode")
+    return _LOGPROBS_MODES[word]
 
 
 def with_keywords(options: type) -> Callable[[F], F]:
@@ -265,7 +280,7 @@ def generate_request(
         elif name == "json_style":
             spec.json_style.CopyFrom(style_of(value))
         elif name in _PATHS:
-            _place(spec, _PATHS[name], value)
+            _place(spec, _PATHS[name], _logprobs_mode(value) if name == "logprobs_mode" else value)
         else:
             raise unknown_keyword(name, (*GenerateOptions.__annotations__, "response_format", "timeout_s"))
     return inference_pb2.GenerateRequest(spec=spec)

@@ -80,6 +80,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     # Token sequences that an answer cannot have: the last id of one cannot come after its other ids.
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    # Log probabilities are of the distribution that tokens are drawn from, instead of the model's own.
+    processed_logprobs: bool = False
 
     @property
     def penalizes(self) -> bool:
@@ -166,7 +168,7 @@ CLIENT_REASONS = tuple(one for one in FinishReason if one.name not in {"COMPLETE
 class TokenLogprobs:
     """A token's log probability, and the likeliest tokens at its place as (id, log probability), best first.
 
-    Both are the model's own: of its logits before bias, penalties, temperature and limits.
+    Both are the model's own, of its logits before bias, penalties, temperature and limits, unless `processed_logprobs`.
     """
 
     logprob: float

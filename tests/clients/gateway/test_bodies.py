@@ -143,7 +143,7 @@ def test_an_unknown_field_that_asks_for_nothing_is_ignored(value: bytes) -> None
     for name, other in (("tempperature", b"0"), ("uses_magic", b"false")):
         with pytest.raises(HttpError, match=f"{name}: unknown parameter"):
             CHAT.read(chat(more=b',"%s":%s' % (name.encode(), other)))
-    assert CHAT.read(chat(more=b',"return_token_ids":false')).keys() == {"model", "messages"}
+    assert CHAT.read(chat(more=b',"timings_per_token":false')).keys() == {"model", "messages"}
 
 
 def test_a_byte_order_mark_is_no_part_of_a_body() -> None:

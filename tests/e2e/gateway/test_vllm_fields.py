@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.conftest import Cluster
-from tests.e2e.gateway.conftest import HEADERS, MESSAGES
+from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -135,6 +135,39 @@ async def test_token_ids_in_place_of_texts_and_kept_stops(http: httpx2.AsyncClie
         fields: Any = {"stop": text[3:5], "include_stop_str_in_output": keeps}
         cut = (await asked(http, COMPLETION, max_tokens=20, temperature=0, **fields))["choices"][0]["text"]
         assert cut.endswith(text[3:5]) == keeps
+
+
+async def test_token_ids_are_returned(http: httpx2.AsyncClient) -> None:
+    fields: Any = {"return_token_ids": True, "temperature": 1, "seed": 2**63 - 1}
+    answer = await asked(http, COMPLETION, prompt=["xy", "z"], n=2, **fields)
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[120, 121]] * 2 + [[122]] * 2
+    assert [len(choice["token_ids"]) for choice in answer["choices"]] == [2] * 4
+    of_ids = await asked(http, COMPLETION, prompt=[[120, 121], [122]], n=2, **fields)
+    assert [choice["token_ids"] for choice in of_ids["choices"]] == [one["token_ids"] for one in answer["choices"]]
+    chat = await asked(http, return_token_ids=True, temperature=0)
+    assert bytes(chat["prompt_token_ids"]) == PROMPT.encode()
+    assert len(chat["choices"][0]["token_ids"]) == 2
+    refused: list[dict[str, Any]] = [{"stream": True}, {"truncate_prompt_tokens": 3}]
+    for fields in refused:
+        assert (await asked(http, status=400, return_token_ids=True, **fields))["error"]["param"] == "return_token_ids"
+
+
+async def test_log_probabilities_of_what_was_drawn_from(http: httpx2.AsyncClient) -> None:
+    def told(answer: Any) -> Any:
+        return [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
+
+    fields: Any = {"logprobs": 1, "temperature": 0.7, "seed": 5, "max_tokens": 9, "return_token_ids": True}
+    raw, same, drawn = [
+        await asked(http, COMPLETION, **fields, logprobs_mode=mode)
+        for mode in (None, "raw_logprobs", "processed_logprobs")
+    ]
+    assert raw["choices"][0]["token_ids"] == drawn["choices"][0]["token_ids"]
+    assert told(raw) == told(same)
+    assert told(raw) != told(drawn)
+    refused = (await asked(http, COMPLETION, status=400, **fields, logprobs_mode="processed_logits"))["error"]
+    assert refused["message"] == "logprobs_mode: 'processed_logits' is none of raw_logprobs, processed_logprobs"
+    refused = (await asked(http, COMPLETION, status=400, seed=2**63))["error"]
+    assert (refused["param"], refused["message"]) == ("seed", f"seed: {2**63} is not between -2^63 and 2^63 - 1")
 
 
 async def test_values_that_ask_for_little(http: httpx2.AsyncClient) -> None:

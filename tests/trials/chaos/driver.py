@@ -225,7 +225,8 @@ def prompt_options_of(request: Request) -> dict[str, Any]:
 
 def options_of(request: Request) -> dict[str, Any]:
     """Return the options of generate."""
-    named = ("n", "best_of", "ignore_eos", "keep_stop", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo")
+    named = ("n", "best_of", "ignore_eos", "keep_stop", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo",
+             "logprobs_mode")  # fmt: skip
     options: dict[str, Any] = {
         **prompt_options_of(request),
         "stream_interval": request.stream_interval,

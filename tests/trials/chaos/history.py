@@ -62,6 +62,7 @@ class Request(msgspec.Struct, frozen=True):
     keep_stop: bool = False
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    logprobs_mode: str | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     stream_interval: int = 1

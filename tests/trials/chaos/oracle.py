@@ -101,4 +101,5 @@ def _asked(request: Request) -> Asked:
 def _sampling(request: Request) -> SamplingParams:
     bad = tuple(ids for word in request.bad_words for ids in (tuple(word.encode()), tuple(f" {word}".encode())))
     lists = {"logit_bias": request.logit_bias, "allowed_token_ids": request.allowed_token_ids, "bad_word_ids": bad}
-    return SamplingParams(**lists, **request.sampling)  # type: ignore[arg-type]  # whole numbers are whole in JSON too
+    processed = request.logprobs_mode == "processed_logprobs"
+    return SamplingParams(processed_logprobs=processed, **lists, **request.sampling)  # type: ignore[arg-type]  # whole numbers are whole in JSON too

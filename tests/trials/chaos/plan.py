@@ -179,6 +179,8 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
     if request.logprobs is None and listed.random() < 0.08:
         named = tuple(listed.sample(range(32_000), listed.choice((1, 3, 40))))
         request = msgspec.structs.replace(request, logprob_token_ids=named)
+    if listed.random() < 0.2:
+        request = msgspec.structs.replace(request, logprobs_mode="processed_logprobs")
     own = random.Random(f"prompt {seed} {number}")
     request = msgspec.structs.replace(
         request,

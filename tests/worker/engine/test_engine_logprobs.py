@@ -11,6 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams, TokenLogprobs
 from loraplex.worker.engine_api import NewSequence, Output
@@ -109,6 +117,76 @@ def check(tiny: Any, request: NewSequence, outputs: list[Output]) -> None:
         assert_true(of_prompt, request.prompt_ids[1:], truth[: begin - 1], request.prompt_logprobs)
     first = next(index for index, output in enumerate(outputs) if output.token_ids)
     assert not any(output.prompt_logprobs for output in outputs[first + 1 :])
+
+
+# Limits that keep at most 20 tokens, so that their alternatives are all that could come.
+KEPT: dict[str, dict[str, Any]] = {
+    "top_k": {"temperature": 0.7, "top_k": 12},
+    "top_p": {"temperature": 0.05, "top_p": 0.8},
+    "min_p": {"temperature": 0.3, "top_k": 20, "min_p": 0.1},
+    "typical_p": {"temperature": 0.5, "top_k": 19, "typical_p": 0.7},
+    "penalties": {
+        **{"temperature": 1.3, "top_k": 15, "top_p": 0.95, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
+        **{"presence_penalty": -0.3, "logit_bias": ((50, 4.0), (51, -4.0))},
+    },
+    "allowed": {"temperature": 0.9, "allowed_token_ids": (3, 50, 51, 77)},
+}
+
+
+def drawn_from(logits: torch.Tensor, sampling: SamplingParams, answer: Sequence[int], prompt: Sequence[int]) -> Any:
+    """The distribution that the token after an answer is drawn from: transformers' own steps, in float64."""
+    scores = logits.double()[None].clone()
+    for token, bias in sampling.logit_bias:
+        scores[0, token] += bias
+    seen: Any = torch.tensor([[*prompt, *answer]])
+    scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(seen, scores)
+    for token in set(answer):
+        scores[0, token] -= sampling.frequency_penalty * answer.count(token) + sampling.presence_penalty
+    if allowed := sampling.allowed_token_ids:
+        scores[0, [token for token in range(scores.shape[-1]) if token not in allowed]] = -torch.inf
+    if sampling.temperature:
+        scores = TemperatureLogitsWarper(sampling.temperature)(seen, scores)
+    for name, warper in (
+        ("top_k", TopKLogitsWarper),
+        ("top_p", TopPLogitsWarper),
+        ("min_p", MinPLogitsWarper),
+        ("typical_p", TypicalLogitsWarper),
+    ):
+        if (value := getattr(sampling, name)) != getattr(SamplingParams(), name):
+            scores = warper(value)(seen, scores)
+    return scores[0].log_softmax(-1)
+
+
+@BOTH_MODES
+def test_processed_logprobs_are_of_what_tokens_are_drawn_from(
+    tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    samplings = {name: SamplingParams(**options, seed=11) for name, options in KEPT.items()}
+    samplings["greedy"] = SamplingParams(repetition_penalty=1.3)
+    requests = [
+        tiny.request(name, range(10, 41), 12, "plain", logprobs=20, sampling=replace(sampling, processed_logprobs=mode))
+        for mode in (False, True)
+        for name, sampling in ((f"{name} {mode}", sampling) for name, sampling in samplings.items())
+    ]
+    outputs = run_until_idle(make_engine(tiny.directory, **ROOMY), {0: requests})
+    for request in requests:
+        answer = ids(outputs[request.sequence_id])
+        told = [one for output in outputs[request.sequence_id] for one in output.logprobs]
+        truth = true_logits(tiny, request.prompt_ids + answer[:-1], "plain")[len(request.prompt_ids) - 1 :]
+        if not request.sampling.processed_logprobs:  # the ids do not depend on what is told of them
+            assert answer == ids(outputs[request.sequence_id.replace("False", "True")])
+            assert_true(told, answer, truth, 20)
+            continue
+        for place, one in enumerate(told):
+            row = drawn_from(truth[place], request.sampling, answer[:place], request.prompt_ids)
+            kept = set(row.isfinite().nonzero()[:, 0].tolist())
+            values = dict(one.alternatives)
+            assert values[answer[place]] == one.logprob
+            if request.sampling.temperature:
+                assert values.keys() == kept
+            atol = 2 * TOLERANCE * float(truth[place].abs().max()) / (request.sampling.temperature or 1.0)
+            values_true = {token: float(row[token]) for token in values}
+            assert values == pytest.approx(values_true, rel=0, abs=atol), (request.sequence_id, place)
 
 
 @BOTH_MODES

@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
@@ -310,7 +311,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         model=spec.model,
         adapter=spec.adapter,
         adapters=read_adapters(spec),
-        sampling=_sampling(spec.sampling),
+        sampling=_with_mode(_sampling(spec.sampling), spec.output),
         sampling_set=frozenset(field.name for field, _ in spec.sampling.ListFields()),
         bad_words=_bad_words(spec.sampling),
         seed=spec.sampling.seed if spec.sampling.HasField("seed") else None,
@@ -417,6 +418,12 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
     except OutOfRangeError as error:
         raise InvalidField(f"sampling.{error.field}", error.message) from error
     return params
+
+
+def _with_mode(params: SamplingParams, output: pb.Output) -> SamplingParams:
+    if (mode := output.logprobs_mode) not in pb.LogprobsMode.values():
+        raise InvalidField("output.logprobs_mode", f"{mode} is not known")
+    return replace(params, processed_logprobs=True) if mode == pb.LOGPROBS_MODE_PROCESSED else params
 
 
 def _bad_words(message: pb.Sampling) -> tuple[str, ...]:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # imported by the first grammar
 
 # Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
 _ADJUSTING = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-_LISTS = ("logit_bias", "allowed_token_ids", "bad_word_ids")
-_DRAWING = tuple(declared.name for declared in fields(SamplingParams) if declared.name not in {*_ADJUSTING, *_LISTS})
+_OTHERS = ("logit_bias", "allowed_token_ids", "bad_word_ids", "processed_logprobs")
+_DRAWING = tuple(declared.name for declared in fields(SamplingParams) if declared.name not in {*_ADJUSTING, *_OTHERS})
 _FLOATS = frozenset(declared.name for declared in fields(SamplingParams) if declared.type == "float")
 
 
@@ -206,7 +206,8 @@ class HashEngine(Engine[Scheduler]):
             token = next_token(self._model, state, sequence.answered, banned)
         logprobs = None
         if sequence.spec.logprobs is not None:
-            number, named = state.digest()[0], sequence.spec.logprob_token_ids
+            number = state.digest()[sequence.spec.sampling.processed_logprobs]
+            named = sequence.spec.logprob_token_ids
             logprobs = hash_logprobs(self._model, token, number, sequence.spec.logprobs, named)
         state.update(id_bytes((token,)))
         return token, logprobs

@@ -385,26 +385,64 @@ def sample_with_torch(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 def _sample_random(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draw an id [rows] from scores [rows, vocab] whose largest is 0; changes the scores."""
     device, vocab = scores.device, scores.shape[-1]
-    temperature = upload([min(max(draw.sampling.temperature, COLDEST), HOTTEST) for draw in draws], device)
-    scores.div_(temperature[:, None])
+    scores.div_(_temperatures(draws, device))
     keys = [row_key(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
     keys_tensor = upload(keys, device, torch.int32)
     chosen = torch.empty(len(draws), dtype=torch.int64, device=device)
+
+    def draw(index: Tensor, samplings: Sequence[SamplingParams], look: _Look) -> tuple[Tensor, Tensor]:
+        return _draw_among(scores[index], samplings, keys_tensor[index], look)
+
+    _fill_by_look(chosen, draws, vocab, draw)
+    return chosen
+
+
+def drawn_scores(logits: Tensor, draws: Sequence[Draw], ids: Tensor) -> Tensor:
+    """Return scores [rows, vocab] whose softmax is the distribution that `ids` [rows] were drawn from.
+
+    They are -inf where a limit cuts; those of greedy rows are the adjusted logits. Grammars count already.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    adjust_logits(scores, [draw.adjustments for draw in draws], [draw.banned_ids for draw in draws])
+    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    if random:
+        index, some = upload(random, logits.device), [draws[row] for row in random]
+        own, drawn = ids[index][:, None], scores[index]
+        drawn = drawn.sub_(drawn.amax(-1, keepdim=True)).div_(_temperatures(some, logits.device))
+        limited = torch.empty_like(drawn)
+        _fill_by_look(limited, some, logits.shape[-1], lambda index, *limits: _limited(drawn[index], *limits))
+        # Triton's sums round otherwise: what it chose at the edge of a limit was kept.
+        scores[index] = limited.scatter_(-1, own, drawn.gather(-1, own))
+    return scores
+
+
+def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    return upload([min(max(draw.sampling.temperature, COLDEST), HOTTEST) for draw in draws], device)[:, None]
+
+
+def _fill_by_look(
+    results: Tensor,
+    draws: Sequence[Draw],
+    vocab: int,
+    compute: Callable[[Tensor, Sequence[SamplingParams], _Look], tuple[Tensor, Tensor]],
+) -> None:
+    """Fill results [rows, ...] with what is computed of rows by their limits, until the likeliest tokens suffice.
+
+    `compute` returns the results of such rows, and whether the number of tokens sufficed [rows].
+    """
     by_look: dict[_Look, list[int]] = {}
     for row, draw in enumerate(draws):
         by_look.setdefault(_look(draw.sampling, vocab), []).append(row)
     while by_look:
         look, rows = by_look.popitem()
-        index = upload(rows, device)
-        ids, decided = _draw_among(scores[index], [draws[row].sampling for row in rows], keys_tensor[index], look)
-        chosen[index] = ids
+        index = upload(rows, results.device)
+        results[index], decided = compute(index, [draws[row].sampling for row in rows], look)
         if look.width in (0, vocab):
             continue
         undecided = [row for row, done in zip(rows, decided.tolist(), strict=True) if not done]
         if undecided:
             wider = replace(look, width=min(look.width * _WIDER, vocab))
             by_look.setdefault(wider, []).extend(undecided)
-    return chosen
 
 
 def _look(sampling: SamplingParams, vocab: int) -> _Look:
@@ -421,16 +459,23 @@ def _draw_among(
     scores: Tensor, samplings: Sequence[SamplingParams], keys: Tensor, look: _Look
 ) -> tuple[Tensor, Tensor]:
     """Draw ids [rows] from scores [rows, vocab]; also return whether `look.width` tokens sufficed [rows]."""
-    enough = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
-    if look.likely:
+    if look.likely and not look.typical:  # the usual case, in which noise is computed of the likeliest alone
         values, ids = scores.topk(look.width, dim=-1)
         smallest, enough = smallest_kept(scores, values, samplings)
-        if not look.typical:
-            drawn = values.masked_fill(values < smallest, float("-inf")) + gumbel_noise(keys, ids.int())
-            return ids.gather(-1, drawn.max(-1, keepdim=True).indices)[:, 0], enough
-        scores = scores.masked_fill(scores < smallest, float("-inf"))
+        drawn = values.masked_fill(values < smallest, _OFF) + gumbel_noise(keys, ids.int())
+        return ids.gather(-1, drawn.max(-1, keepdim=True).indices)[:, 0], enough
+    scores, enough = _limited(scores, samplings, look)
+    every_id = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)[None]
+    return (scores + gumbel_noise(keys, every_id)).max(-1).indices, enough
+
+
+def _limited(scores: Tensor, samplings: Sequence[SamplingParams], look: _Look) -> tuple[Tensor, Tensor]:
+    """Return scores [rows, vocab] with -inf where a limit cuts, and whether `look.width` tokens sufficed [rows]."""
+    enough = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
+    if look.likely:
+        smallest, enough = smallest_kept(scores, scores.topk(look.width, dim=-1).values, samplings)
+        scores = scores.masked_fill(scores < smallest, _OFF)
     if look.typical:
         scores, decided = mask_atypical(scores, samplings, look.width)
         enough = enough & decided
-    every_id = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)[None]
-    return (scores + gumbel_noise(keys, every_id)).max(-1).indices, enough
+    return scores, enough

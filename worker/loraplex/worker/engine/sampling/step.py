@@ -23,6 +23,7 @@ from loraplex.worker.engine.sampling.sampler import (
     Adjustments,
     Draw,
     Masks,
+    drawn_scores,
     forbid_ids,
     log_totals,
     sample_with_torch,
@@ -36,6 +37,7 @@ PendingVector = Callable[[], tuple[float, ...] | Failure]
 
 # Maximum number of rows of logits that are converted to float32 together: all rows of a long prompt may be gigabytes.
 _ROWS_AT_ONCE = 64
+_OFF = float("-inf")
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int | tuple[int, ...]]) -> PendingLogprobs:
@@ -72,10 +74,9 @@ def _part(scores: Tensor, ids: Tensor, alternatives: Sequence[int | tuple[int, .
     own, values = (download(scores.gather(-1, at) - total) for at in (ids[:, None], best))
     best = download(best)
     return lambda: [
-        TokenLogprobs(logprob, tuple(zip(tokens[:count], logprobs[:count], strict=True)))
-        for (logprob,), tokens, logprobs, count in zip(
-            own.tolist(), best.tolist(), values.tolist(), counts, strict=True
-        )
+        # Tokens that cannot come are no alternatives.
+        TokenLogprobs(logprob, tuple(pair for pair in zip(tokens[:count], told[:count], strict=True) if pair[1] > _OFF))
+        for (logprob,), tokens, told, count in zip(own.tolist(), best.tolist(), values.tolist(), counts, strict=True)
     ]
 
 
@@ -175,7 +176,7 @@ def launch_sampling(
         lambda part: sample(logits[part], [_draw(row, masks) for row in rows[part]]), rows, failures
     ):
         ids[part] = chosen
-    logprobs = _logprobs(unchanged, rows, ids, failures)
+    logprobs = _logprobs(unchanged, logits, rows, ids, masks, failures)
     return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, vectors, record_event(logits.device))
 
 
@@ -204,7 +205,7 @@ def _take_prompts(
 
 
 def _logprobs(
-    logits: Tensor, rows: Sequence[Row], ids: Tensor, failures: dict[Row, Failure]
+    raw: Tensor, drawn_from: Tensor, rows: Sequence[Row], ids: Tensor, masks: Masks, failures: dict[Row, Failure]
 ) -> list[tuple[list[int], PendingLogprobs]]:
     asking = [index for index, row in enumerate(rows) if row.sequence.spec.logprobs is not None]
     if not asking:
@@ -214,7 +215,12 @@ def _logprobs(
         index = upload(asking[part], ids.device)
         specs = [rows[place].sequence.spec for place in asking[part]]
         wanted = [spec.logprob_token_ids or spec.logprobs or 0 for spec in specs]
-        return token_logprobs(logits[index], ids[index].clamp(min=0), wanted)
+        scores, own = raw[index], ids[index].clamp(min=0)
+        if some := [at for at, spec in enumerate(specs) if spec.sampling.processed_logprobs]:
+            scores, at = scores.float(), upload(some, ids.device)
+            draws = [_draw(rows[asking[part][each]], masks) for each in some]
+            scores[at] = drawn_scores(drawn_from[index[at]], draws, own[at])
+        return token_logprobs(scores, own, wanted)
 
     launched = _each_alone(launch, [rows[place] for place in asking], failures)
     return [(asking[part], pending) for part, pending in launched]
