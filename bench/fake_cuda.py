@@ -205,6 +205,7 @@ def _found() -> Iterator[FakeCuda]:
         device.current = chosen.index
 
     functions: dict[str, Any] = {
+        "init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: DEVICES,
         "current_device": lambda: device.current,

@@ -85,7 +85,7 @@ def test_half_precision_becomes_one_that_the_cpu_computes(copied: Path, caplog: 
         ("tpu", "auto", "device 'tpu' is not"),
         ("mps", "auto", "device 'mps' is not supported"),
         pytest.param(
-            "cuda", "auto", "has no CUDA device",
+            "cuda", "auto", "device 'cuda': .*(CUDA|driver)",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one"),
         ),
     ],
@@ -149,19 +149,50 @@ def test_models_that_are_refused(copied: Path, spoil: Callable[[Path], None], me
     assert "\n" not in str(refused.value)
 
 
+@pytest.fixture
+def three_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three CUDA devices, of which the last one is current, and a compiler."""
+    devices = {
+        "init": None, "device_count": 3, "current_device": 2, "get_device_capability": (9, 0), "get_device_name": "H200"
+    }  # fmt: skip
+    for name, value in devices.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setenv("CC", "cc")
+
+
+@pytest.mark.usefixtures("three_devices")
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda.set_device and Triton's launches take a device's number, which `cuda` alone has none of."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     chosen: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
-    for name in ("cuda", "cuda:1"):
+    for name in ("cuda", "cuda:0", "cuda:1"):
         torch.cuda.set_device(device_of(name))
-    assert chosen == [2, 1]
+    assert chosen == [2, 0, 1]
     with pytest.raises(ModelUnusableError, match="device 'cuda:3': this machine has 3 CUDA devices, from cuda:0 on"):
         device_of("cuda:3")
     assert device_of("cpu") == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("three_devices")
+@pytest.mark.parametrize("words", ["Found no NVIDIA driver on your system.", "The NVIDIA driver is too old."])
+def test_what_is_wrong_with_the_driver_is_said(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError(f"{words}\nGo on here.")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(ModelUnusableError, match=rf"^device 'cuda:1': {words} Go on here\.$"):
+        device_of("cuda:1")
+
+
+@pytest.mark.usefixtures("three_devices")
+def test_an_older_gpu_and_a_missing_compiler_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelUnusableError, match=r"no C compiler.* install gcc, or set CC"):
+        device_of("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(ModelUnusableError, match=r"'cuda:2' is H200, of compute capability 7\.5: use one of 8\.0"):
+        device_of("cuda")
 
 
 def test_too_little_memory(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,13 +256,24 @@ def device_of(name: str) -> torch.device:
         raise ModelUnusableError(f"device {name!r} is not known; use cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
         raise ModelUnusableError(f"device {name!r} is not supported; use cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelUnusableError(f"device {name!r}: this machine, or this build of torch, has no CUDA device")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ModelUnusableError(f"device {name!r}: this machine has {count} CUDA devices, from cuda:0 on")
+    return _checked(device) if device.type == "cuda" else device
+
+
+def _checked(device: torch.device) -> torch.device:
+    """Return a CUDA device with its number. Raises ModelUnusableError where driver, GPU or compiler is none to use."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:  # torch's own sentence: of a build without CUDA, of the driver
+        raise ModelUnusableError(f"device {str(device)!r}: {' '.join(str(error).split())}") from None
+    count, index = torch.cuda.device_count(), device.index
+    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    if device.index >= count:
+        raise ModelUnusableError(f"device {str(device)!r}: this machine has {count} CUDA devices, from cuda:0 on")
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        name = f"{torch.cuda.get_device_name(device)}, of compute capability {'.'.join(map(str, capability))}"
+        raise ModelUnusableError(f"device {str(device)!r} is {name}: use one of 8.0 or later")
+    if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
+        raise ModelUnusableError("there is no C compiler, which Triton needs to launch kernels: install gcc, or set CC")
     return device
 
 
