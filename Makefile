@@ -101,6 +101,7 @@ TESTS.encoders := worker/engine/encoder
 TESTS.model_tools := worker/engine/gguf worker/engine/quantized/test_copy.py worker/engine/evaluation
 TESTS.audit_export := audit_export
 TESTS.issuers := issuers
+TESTS.checkpoints := worker/engine/model/test_towers.py artifacts/test_gguf_files.py
 TESTS.kernels := worker/engine/linear worker/engine/test_cpu_attention.py worker/engine/test_cpu_lora.py
 $(foreach room,audit_export contracts cli gateway issuers operator releases transfers,$(eval BELOW.$(room) := runtime))
 $(foreach room,router worker adapter_store,$(eval BELOW.$(room) := contracts))

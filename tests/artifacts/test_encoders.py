@@ -103,7 +103,7 @@ def test_sentence_transformers_files_say_how_long_a_text_may_be(tmp_path: Path, 
         ),
         ({"is_decoder": True}, "is_decoder: an encoder that decodes"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type: 'relative_key' is not served"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type 'dynamic' is not served"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope type 'dynamic' is not supported"),
     ],
 )
 def test_encoders_that_would_be_computed_wrongly_are_refused(

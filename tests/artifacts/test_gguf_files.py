@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.checkpoints.gguf_names import model_name, parts_of
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
-from loraplex.contracts.artifacts.gguf_files import is_gguf, model_name, parts_of
+from loraplex.contracts.artifacts.gguf_files import is_gguf
 from loraplex.contracts.artifacts.names import check_base_name
 
 

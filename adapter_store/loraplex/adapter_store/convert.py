@@ -61,6 +61,7 @@ _MAX_QUANTIZATION = 1024
 _WORDS = {
     "quantization": (r"[a-z0-9+.-]{0,64}", "scheme such as int8"),
     "kv_cache_dtype": (r"[a-z0-9]{0,64}", "dtype such as int8"),
+    "tower_of": (r"\w{0,64}", "class such as Gemma3ForConditionalGeneration"),
     "architecture": (r"[a-z0-9_-]{1,64}", "model_type such as llama"),
 }
 # Fields that a manifest and its message have alike, and those of its modules.

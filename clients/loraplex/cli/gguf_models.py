@@ -53,8 +53,9 @@ def local_model(path: str, name: str = "", dtype: str = "") -> tuple[str, str]:
 
     `dtype` is what the model computes in. The weights are written in bfloat16, or in float32 if it has more digits.
     """
+    from loraplex.checkpoints.gguf_names import model_name, parts_of
     from loraplex.contracts.artifacts import ArtifactError
-    from loraplex.contracts.artifacts.gguf_files import is_gguf, model_name, parts_of
+    from loraplex.contracts.artifacts.gguf_files import is_gguf
 
     if not is_gguf(path):
         return path, name
@@ -110,7 +111,8 @@ def peft_directory(path: Path, base: Path | None) -> Iterator[Path]:
 
 def adapter_name(path: Path) -> str:
     """Return the name that an adapter gets without --name: its directory's, or its GGUF file's."""
-    from loraplex.contracts.artifacts.gguf_files import is_gguf, model_name
+    from loraplex.checkpoints.gguf_names import model_name
+    from loraplex.contracts.artifacts.gguf_files import is_gguf
 
     return model_name(path) if is_gguf(str(path)) else path.resolve().name
 

@@ -185,6 +185,8 @@ class BaseModel:
     original_digest: str = ""
     # The dtype of the KV cache, int8; empty: that in which the model computes.
     kv_cache_dtype: str = ""
+    # The class of a checkpoint that has the model beside towers for images or sound, which are not served.
+    tower_of: str = ""
     generation_config: GenerationConfig = GenerationConfig()
     # The store's: live, which calls get; staged, registered beside it and not live yet; former, live before.
     state: str = ""

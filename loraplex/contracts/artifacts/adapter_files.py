@@ -6,6 +6,7 @@ finite; a worker adds its own ranks, and what it computes with the base's weight
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from loraplex.contracts.artifacts.revision import (
 
 # Types of an adapter's numbers that are served.
 _DTYPES = ("F32", "F16", "BF16")
+# Names of a wrapped text model's neighbours: towers, and what projects their outputs.
+_OF_TOWER = re.compile(r"\.(\w*(vision|visual|image|video|audio)\w*|\w*projector|connector|aligner)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,11 @@ def read_adapter_files(
     """
     sent = parse_peft_config(read_small_file(directory / CONFIG_FILE))
     header, changes = canonical_header(read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), sent, architecture)
+    if other := next(filter(_OF_TOWER.search, header), ""):
+        message = (
+            "changes a tower for images or sound, or its projector, and the base is the text model alone; train with"
+        )
+        raise MismatchError(WEIGHTS_FILE, f"tensor {other} {message} exclude_modules=r'.*(vision|visual|projector).*'")
     experts = {name: sizes for name, sizes in modules.items() if isinstance(sizes, ExpertSizes)}
     header = named_by_parameter(header, sent.target_parameters, experts)
     for name, tensor in header.items():

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError, parse_object
 from loraplex.contracts.artifacts.base_modules import LinearWeight, linear_weights
-from loraplex.contracts.artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
+from loraplex.contracts.artifacts.checkpoint import (
+    CONFIG_FILE,
+    TOWER_FIELD,
+    TOWERS,
+    Checkpoint,
+    read_checkpoint,
+    read_config,
+    read_small_file,
+)
 from loraplex.contracts.artifacts.encoders import (
     ENCODERS,
     EncoderFamily,
@@ -54,11 +63,10 @@ _STAGES = ("Transformer", "Pooling", "Normalize")
 HASH_ARCHITECTURE = "hash"
 HASH_LABELS = ("LABEL_0", "LABEL_1")
 TASKS = ("generate", "embed", "classify")
-_CONFIG = "config.json"
 # The template for chats with tools, in its folder beside the model's own.
 _TEMPLATES, _TOOL_TEMPLATE = "additional_chat_templates", "tool_use.jinja"
 _SMALL_FILES = (
-    _CONFIG,
+    CONFIG_FILE,
     GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
@@ -136,6 +144,8 @@ class BaseModel:
     quantization: str = ""
     original_digest: str = ""
     kv_cache_dtype: str = ""
+    # The class of a checkpoint that has the model beside towers for images or sound.
+    tower_of: str = ""
     # Read from one of `files`, which are compared in its place: a version that did not read it has the same model.
     generation_config: GenerationConfig = field(default=UNSAID, compare=False)
 
@@ -191,29 +201,31 @@ def read_base_model(path_or_spec: str, name: str = "", quantize: str = "", kv_ca
 def is_encoder(directory: str) -> bool:
     """Tell whether a directory's config.json names an encoder's family."""
     try:
-        return parse_object(read_small_file(Path(directory) / _CONFIG), _CONFIG).get("model_type") in tuple(ENCODERS)
+        return read_config(Path(directory)).get("model_type") in tuple(ENCODERS)
     except ArtifactError:
         return False
 
 
 def _read_directory(directory: Path, name: str, quantize: Quantization | None, kv_cache_dtype: str) -> BaseModel:
-    if not (directory / _CONFIG).is_file():
-        raise ArtifactError("model", f"{directory} has no {_CONFIG}, so it is not a transformers model")
+    if not (directory / CONFIG_FILE).is_file():
+        raise ArtifactError("model", f"{directory} has no {CONFIG_FILE}, so it is not a transformers model")
     paths = {small: directory / small for small in _SMALL_FILES} | {
         _TOOL_TEMPLATE: directory / _TEMPLATES / _TOOL_TEMPLATE
     }
     files = {small: read_small_file(path) for small, path in paths.items() if path.is_file()}
-    config = parse_object(files[_CONFIG], _CONFIG)
+    whole, config = parse_object(files[CONFIG_FILE], CONFIG_FILE), read_config(directory)
+    if tower := str(config.get(TOWER_FIELD, "")):
+        files |= import_module(TOWERS).text_files(directory, config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES | ENCODERS:
         supported = ", ".join(sorted(FAMILIES | ENCODERS))
-        raise ArtifactError(_CONFIG, f"model_type {model_type!r} is not supported, only {supported}")
+        raise ArtifactError(CONFIG_FILE, f"model_type {model_type!r} is not supported, only {supported}")
     scheme = _check_scheme(stored_scheme(config), quantize, model_type)
     if kv_cache_dtype and model_type in ENCODERS:
         raise ArtifactError("--kv-cache-dtype", f"{kv_cache_dtype}: {model_type} is an encoder, which has no KV cache")
     checkpoint, pooling = read_checkpoint(directory), read_pooling(directory)
-    fingerprint = {"config": config, "tensors": checkpoint.fingerprint()}
-    own_digest = sha256_json(fingerprint | ({"pooling": pooling} if pooling else {}))
+    fingerprint = {"config": whole, "tensors": checkpoint.fingerprint()} | ({"pooling": pooling} if pooling else {})
+    own_digest = sha256_json(fingerprint)
     digest, original = own_digest, scheme.original if scheme else ""
     if (scheme is None and quantize is not None) or kv_cache_dtype:
         chosen = quantize if scheme is None else None
@@ -231,6 +243,7 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None, k
         quantization=str(scheme or quantize or ""),
         original_digest=original,
         kv_cache_dtype=kv_cache_dtype,
+        tower_of=tower,
     )
     if model_type in ENCODERS:
         encoder = _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])
@@ -242,7 +255,7 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None, k
 def _check_scheme(scheme: StoredScheme | None, quantize: Quantization | None, model_type: str) -> StoredScheme | None:
     """Return a checkpoint's own scheme. Raises ArtifactError for one that is not served, or not the one wanted."""
     if scheme is not None and model_type in ENCODERS:
-        raise ArtifactError(_CONFIG, "quantization_config: encoders are read unquantized; use the original model")
+        raise ArtifactError(CONFIG_FILE, "quantization_config: encoders are read unquantized; use the original model")
     if quantize is not None and model_type in ENCODERS and (quantize.bits != 8 or quantize.floating):
         raise ArtifactError("--quantize", f"{quantize}: encoders are quantized to int8 or int8-zero-point alone")
     if scheme is not None and quantize is not None and str(scheme) != str(quantize):
@@ -283,7 +296,8 @@ def _read_decoder(
     saved_from = str((config.get("architectures") or [""])[0])
     if saved_from.endswith("ForSequenceClassification"):
         raise ArtifactError(
-            _CONFIG, f"{saved_from} is not served; push the classifier as an adapter of SEQ_CLS on the ...ForCausalLM"
+            CONFIG_FILE,
+            f"{saved_from} is not served; push the classifier as an adapter of SEQ_CLS on the ...ForCausalLM",
         )
     return replace(
         manifest,
@@ -324,6 +338,6 @@ def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ArtifactError(
-            GENERATION_CONFIG if GENERATION_CONFIG in files else _CONFIG, "eos_token_id is not a token id or a list"
+            GENERATION_CONFIG if GENERATION_CONFIG in files else CONFIG_FILE, "eos_token_id is not a token id or a list"
         )
     return tuple(ids)

@@ -12,7 +12,8 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ ADAPTER_HEADER_BYTES = 4 * 1024 * 1024
 _VALUE_BYTES = 16
 _MAX_DIMENSIONS = 8
 _SINGLE = "model.safetensors"
+CONFIG_FILE = "config.json"
+# The package that reads text models beside towers for images or sound; the field of such a config that names the class
+# of the whole. Fields and beginnings of tensors' names tell such a checkpoint.
+TOWERS, TOWER_FIELD = "loraplex.checkpoints.text_models", "loraplex_tower_of"
+_TOWER_FIELDS = {"text_config", "vision_config", "audio_config"}
+_TOWER_NAMES = ("language_model.", "model.language_model.", "model.text_model.", "visual.")
 _INDEX = "model.safetensors.index.json"
 # Size in bytes of each of the three samples of a tensor.
 _SAMPLE_BYTES = 4096
@@ -127,9 +134,10 @@ def _sizes(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint's tensors by name, each with the file that holds it."""
+    """A checkpoint's tensors by name, each with the file that holds it; `stored_names` are other names in the files."""
 
     tensors: Mapping[str, tuple[Path, TensorInfo]]
+    stored_names: Mapping[str, str] = field(default_factory=dict)
 
     def fingerprint(self) -> list[list[Any]]:
         """Return name, dtype, shape, size and a hash of sampled bytes of every tensor, whatever file holds it.
@@ -166,11 +174,26 @@ class Checkpoint:
         return tuple(number for (number,) in _INTEGERS[tensor.dtype].iter_unpack(data))
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the content of config.json, of a checkpoint with towers that of its text model. Raises ArtifactError."""
+    config = parse_object(read_small_file(directory / CONFIG_FILE), CONFIG_FILE)
+    return config if _TOWER_FIELDS.isdisjoint(config) else import_module(TOWERS).text_config(config, directory)
+
+
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read the headers of the safetensors file, or of all files that the index names. Raises ArtifactError."""
+    """Read the headers of the safetensors file, or of all files that the index names. Raises ArtifactError.
+
+    Of a checkpoint with towers only the text model's tensors are returned, as in a checkpoint of it alone.
+    """
+    tensors = _read_tensors(directory)
+    towers = any(name.startswith(_TOWER_NAMES) for name in tensors)
+    return import_module(TOWERS).text_checkpoint(tensors) if towers else Checkpoint(tensors)
+
+
+def _read_tensors(directory: Path) -> dict[str, tuple[Path, TensorInfo]]:
     if (directory / _SINGLE).is_file():
         path = directory / _SINGLE
-        return Checkpoint({name: (path, tensor) for name, tensor in read_header(path).items()})
+        return {name: (path, tensor) for name, tensor in read_header(path).items()}
     if not (directory / _INDEX).is_file():
         raise ArtifactError(str(directory), f"has neither {_SINGLE} nor {_INDEX}; only safetensors weights are served")
     index = parse_object(read_small_file(directory / _INDEX), _INDEX)
@@ -181,7 +204,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     for tensor, name in placed.items():
         if tensor not in headers[name]:
             raise ArtifactError(name, f"lacks tensor {tensor}, which {_INDEX} places there")
-    return Checkpoint({tensor: (directory / name, headers[name][tensor]) for tensor, name in placed.items()})
+    return {tensor: (directory / name, headers[name][tensor]) for tensor, name in placed.items()}
 
 
 def read_small_file(path: Path) -> bytes:

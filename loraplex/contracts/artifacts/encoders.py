@@ -20,7 +20,7 @@ from loraplex.contracts.artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE, a
 
 _V = TypeVar("_V")
 # Others ("dynamic", "longrope") rescale by the longest position of the whole batch: one request would change another.
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,18 @@ def check_encoder(family: EncoderFamily, config: Mapping[str, Any]) -> None:
         raise ArtifactError(
             "config.json", f"position_embedding_type: {config['position_embedding_type']!r} is not served"
         )
-    for parameters in (config.get("rope_parameters") or {}).values():
-        kind = parameters.get("rope_type", "default") if isinstance(parameters, Mapping) else "default"
-        if kind not in ROPE_TYPES:
-            raise ArtifactError("config.json", f"rope_parameters: rope type {kind!r} is not served")
+    check_rope_types(config)
+
+
+def check_rope_types(config: Mapping[str, Any]) -> None:
+    """Raise ArtifactError where a config.json names a rope type that is not served."""
+    # rope_scaling is the older name; either may hold one set of parameters or one for each kind of layer.
+    for field in ("rope_parameters", "rope_scaling"):
+        parameters = config.get(field) or {}
+        for rope in [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]:
+            if (kind := str(rope.get("rope_type", rope.get("type", "default")))) not in _ROPE_TYPES:
+                served = ", ".join(sorted(_ROPE_TYPES))
+                raise ArtifactError("config.json", f"{field}: rope type {kind!r} is not supported, only {served}")
 
 
 def encoder_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, LinearWeight]:

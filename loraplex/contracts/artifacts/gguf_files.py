@@ -1,22 +1,18 @@
-"""GGUF files by their names: a model is one file, or parts called NAME-00001-of-00003.gguf in one folder."""
+"""Recognizes GGUF files, which are imported (loraplex.checkpoints.gguf_names) before anything is served of them."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from loraplex.contracts.artifacts import ArtifactError
 
 MAGIC = b"GGUF"
-_SUFFIX = ".gguf"
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-# Characters that a base model's name cannot contain, or cannot begin with.
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+")
+GGUF_SUFFIX = ".gguf"
 
 
 def is_gguf(path: str) -> bool:
     """Tell whether a path names a GGUF file, by its ending or its first bytes."""
-    if path.endswith(_SUFFIX):
+    if path.endswith(GGUF_SUFFIX):
         return not Path(path).is_dir()
     try:
         with open(path, "rb") as file:
@@ -29,24 +25,3 @@ def refuse_gguf(subject: str, path: str) -> None:
     """Raise ArtifactError for a GGUF file where a directory is needed, with the command that makes one of it."""
     if is_gguf(path):
         raise ArtifactError(subject, f"{path} is a GGUF file; first: loraplex models import {path} DIR")
-
-
-def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return all parts of a split file, whichever is given, or the file alone.
-
-    Raises ArtifactError for a missing one.
-    """
-    match = _PART.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    parts = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}{_SUFFIX}") for number in range(1, int(match[3]) + 1)]
-    if missing := [part.name for part in parts if not part.is_file()]:
-        raise ArtifactError(str(path), f"is one of {len(parts)} parts, and {missing[0]} is missing beside it")
-    return tuple(parts)
-
-
-def model_name(path: Path) -> str:
-    """Return the name that a file's model gets: the file's own, without ending and part, in allowed characters."""
-    match = _PART.fullmatch(path.name)
-    stem = match[1] if match else path.name.removesuffix(_SUFFIX)
-    return _NOT_IN_NAMES.sub("-", stem).strip("-._")[:128] or "model"

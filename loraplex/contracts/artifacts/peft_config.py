@@ -195,8 +195,11 @@ def parse_name_patterns(field: str, patterns: Mapping[str, Any]) -> NamePatterns
                 f"the pattern {_shown(pattern)!r} is too complex; "
                 "use module names, with two of '*', '+', '?', '(a|b)' at most",
             )
-    # The text part of a model with images has no such prefix here; artifacts.revision drops it from names of tensors.
-    return NamePatterns(field, tuple((re.sub(r"\blanguage_model\\?\.", "", name), n) for name, n in patterns.items()))
+    return NamePatterns(field, tuple((_text_name(name), number) for name, number in patterns.items()))
+
+
+def _text_name(name: str) -> str:  # as revision._WRAPPER
+    return re.sub(r"\b(language|text)_model\\?\.", "", name)
 
 
 def _compile(field: str, pattern: str) -> re.Pattern[str]:
@@ -392,7 +395,7 @@ def _trained_ends(modules: Any) -> tuple[str, ...]:
     """Return those of the modules that are no parts of a classification head."""
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise ArtifactError(SAVED_FIELD, "is not a list of module names")
-    ends = tuple(name for name in modules if name not in HEADS)
+    ends = tuple(_text_name(name) for name in modules if name not in HEADS)
     for name in ends:
         if is_inner(name):
             message = f"a fully trained {name[:80]} is not supported, only embeddings, {HEAD}, and classification heads"
@@ -418,7 +421,7 @@ def _target_parameters(config: dict[str, Any]) -> tuple[str, ...]:
         raise MismatchError("target_parameters", f"has {len(names)} names; at most {_MAX_PATTERNS} are served")
     if names and config.get("use_dora"):
         raise MismatchError("target_parameters", "DoRA of experts is not served; train with use_dora=False")
-    return tuple(names)
+    return tuple(map(_text_name, names))
 
 
 def _trained_tokens(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -429,7 +432,7 @@ def _trained_tokens(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
             raise ArtifactError(field, "is not a list of token ids")
         if not 0 < len(ids) <= MAX_RANK or len(set(ids)) != len(ids):
             raise MismatchError(field, f"has {len(ids)} ids; 1 to {MAX_RANK} different ones are served")
-    return tuple((name, tuple(ids)) for name, ids in named.items())
+    return tuple((_text_name(name), tuple(ids)) for name, ids in named.items())
 
 
 def _check_init(init: Any) -> None:

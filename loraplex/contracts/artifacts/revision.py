@@ -280,7 +280,7 @@ _V = TypeVar("_V")
 # Modules that wrap a model: torch.compile's, that of DDP and DeepSpeed, FSDP's, activation checkpointing's, and models
 # of images and text.
 _WRAPPER = re.compile(
-    r"(?:(?<=\.)|^)(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|language_model)\."
+    r"(?:(?<=\.)|^)(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|language_model|text_model)\."
 )
 # Dictionaries of a peft layer by the names of adapters. In a file of peft's `.weight` follows at once, or nothing.
 _BY_ADAPTER = re.compile(

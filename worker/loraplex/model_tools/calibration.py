@@ -24,12 +24,15 @@ from torch.nn.functional import cross_entropy
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_modules import LinearWeight
+from loraplex.contracts.artifacts.checkpoint import read_checkpoint
 from loraplex.contracts.artifacts.families import is_inner
 from loraplex.contracts.artifacts.quantization import Quantization
 from loraplex.worker.engine.device import step_threads
+from loraplex.worker.engine.model.loader import from_pretrained
 from loraplex.worker.engine.quantized.rounding import round_weight
-from loraplex.worker.engine.quantized.stored import transformers_config
+from loraplex.worker.engine.quantized.stored import open_slices, transformers_config
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight
+from loraplex.worker.engine_api import ModelUnusableError
 
 # Number of texts, and the tokens of each; of texts that are computed at once, and whose gradients are measured.
 TEXTS, TOKENS = 48, 256
@@ -79,16 +82,15 @@ def calibrated_weights(
 
 
 def _load(directory: Path) -> Any:
-    auto: Any = transformers.AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(
-            directory, config=transformers_config(directory), dtype=torch.float32, local_files_only=True
-        )
-    except Exception as error:  # transformers raises errors of many kinds
-        raise ArtifactError("model", f"{directory} cannot be loaded: {' '.join(str(error).split())}") from error
-    model.requires_grad_(False)
+        with open_slices(read_checkpoint(directory), mapped=False) as slices:
+            options = {"config": transformers_config(directory)}
+            auto = transformers.AutoModelForCausalLM
+            model = from_pretrained(auto, directory, slices, torch.float32, None, options)
+    except ModelUnusableError as error:
+        raise ArtifactError("model", str(error)) from error
     torch.set_num_threads(step_threads(sum(one.numel() for one in model.parameters()), 0))
-    return model.eval()
+    return model
 
 
 def read_tokenizer(directory: Path) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from loraplex.checkpoints.text_models import WHY_REFUSED, WRAPPERS, WRAPPERS_REFUSED
 from loraplex.contracts.artifacts.encoders import ENCODERS
 from loraplex.contracts.artifacts.families import FAMILIES
-from loraplex.worker.engine.model.loader import SUPPORTED, WHY_REFUSED, check_architecture
+from loraplex.worker.engine.model.loader import SUPPORTED, check_architecture
 from loraplex.worker.engine_api import ModelUnusableError
 
 
@@ -59,9 +60,14 @@ def test_the_page_has_the_tables() -> None:
     ]
     root = Path(__file__).parents[4]
     page = (root / "docs" / "reference" / "models.md").read_text()
-    assert tables(page) == [encoders, refused], "write the tables of docs/reference/models.md anew"
+    of_wrappers = [
+        f"| {why} | {quoted(name for name in WRAPPERS_REFUSED if WRAPPERS_REFUSED[name] == why)} |"
+        for why in dict.fromkeys(WRAPPERS_REFUSED.values())
+    ]
+    assert tables(page) == [encoders, refused, of_wrappers], "write the tables of docs/reference/models.md anew"
     text = page.replace("\n", " ")
     assert f"**Dense**, by `model_type`: {dense} " in text
+    assert ", ".join(f"`{name}` ({title})" for name, title in WRAPPERS.items()) in text
     assert f"**Mixtures of experts**: {experts} " in text
     assert f"{len(FAMILIES)} families" in (root / "README.md").read_text()
 

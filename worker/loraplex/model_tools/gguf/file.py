@@ -20,8 +20,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.checkpoints.gguf_names import parts_of
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.contracts.artifacts.gguf_files import MAGIC, parts_of
+from loraplex.contracts.artifacts.gguf_files import MAGIC
 
 _VERSIONS = (2, 3)
 # Formats of struct of the types of values that have one size, by their number; strings and arrays have none.

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
 
-import safetensors
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -23,7 +22,7 @@ from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.contracts.artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
 from loraplex.worker.engine.parallel.group import SplitModel
 from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear, linear_of
-from loraplex.worker.engine.quantized.stored import QuantizedWeights
+from loraplex.worker.engine.quantized.stored import QuantizedWeights, open_slices
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, concatenate
 
 # Names of layers that transformers' models call with the same input, inside one parent module.
@@ -291,14 +290,12 @@ class ModelLayers:
 
     def _weight(self, module: str) -> Tensor:
         """Return the embeddings' weight, or the head's from its file (it may be packed), unless the two are tied."""
-        layer = self._own(module)
-        files = read_checkpoint(self.loaded.directory).tensors
-        name = next((name for name in HEAD_WEIGHTS if name in files), None)
-        if isinstance(layer, nn.Embedding) or name is None:
-            assert isinstance(self._embeddings, Tensor), "quantized ones are read from their file"
-            return self._embeddings
-        with safetensors.safe_open(files[name][0], "pt") as file:
-            weight: Tensor = file.get_tensor(name)
+        with open_slices(read_checkpoint(self.loaded.directory), mapped=True) as slices:
+            name = next((name for name in HEAD_WEIGHTS if name in slices), None)
+            if isinstance(self._own(module), nn.Embedding) or name is None:
+                assert isinstance(self._embeddings, Tensor), "quantized ones are read from their file"
+                return self._embeddings
+            weight: Tensor = slices[name][...]
         return weight
 
     def _own(self, module: str) -> nn.Module:

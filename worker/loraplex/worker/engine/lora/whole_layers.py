@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from loraplex.contracts.artifacts import parse_object
 from loraplex.contracts.artifacts.base_modules import LinearWeight, read_weights
-from loraplex.contracts.artifacts.checkpoint import read_checkpoint, read_small_file
+from loraplex.contracts.artifacts.checkpoint import read_checkpoint, read_config
 from loraplex.contracts.artifacts.families import is_head
 from loraplex.worker.engine.lora.base_layers import LoadedBase, ModelLayers, numbers_of, squares_of
 from loraplex.worker.engine.quantized.stored import open_slices
@@ -27,8 +26,7 @@ class WholeLayers(ModelLayers):
         self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
         self._squares: dict[str, Tensor] = {}
         self._checkpoint = read_checkpoint(loaded.directory)
-        config = parse_object(read_small_file(loaded.directory / "config.json"), "config.json")
-        self._weights = read_weights(config, self._checkpoint)
+        self._weights = read_weights(read_config(loaded.directory), self._checkpoint)
         names = {name: f"{weight.tensor.removesuffix('.weight')}.bias" for name, weight in self._weights.items()}
         with open_slices(self._checkpoint, mapped=False) as slices:
             self._biases = {name: slices[bias][...].float() for name, bias in names.items() if bias in slices}

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from loraplex.contracts.artifacts import ArtifactError, parse_object
+from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.base_modules import model_bytes, read_weights
-from loraplex.contracts.artifacts.checkpoint import TensorInfo, read_checkpoint, read_small_file
-from loraplex.contracts.artifacts.encoders import ROPE_TYPES
+from loraplex.contracts.artifacts.checkpoint import TOWERS, TensorInfo, read_checkpoint, read_config
+from loraplex.contracts.artifacts.encoders import check_rope_types
 from loraplex.contracts.artifacts.families import FAMILIES, KvShape
 from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, stored_scheme
 from loraplex.worker.engine.attention import paged
@@ -39,7 +40,6 @@ from loraplex.worker.engine.parallel.splits import RankPlan
 from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear
 from loraplex.worker.engine.quantized.stored import (
     QuantizedWeights,
-    has_tied_head,
     loading_options,
     open_slices,
     transformers_config,
@@ -53,55 +53,29 @@ from loraplex.worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 # transformers' own generate.
 SUPPORTED = frozenset(family.architecture for family in FAMILIES.values())
 
-_MASK = "its window or chunks are in the attention mask alone, which this engine does not build"
-# Why each was refused that was tried; others were not tried.
-_REASONS = {
-    "it has its own attention code, which transformers cannot replace": (
-        "Bloom", "CodeGen", "Falcon", "GPTJ", "GPTNeo", "GPTNeoXJapanese", "Mpt", "XGLM",
-    ),
-    "it attends twice in a layer": ("DiffLlama",),
-    "it keeps a recurrent state, which this engine does not support": (
-        "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "Lfm2", "Mamba2", "Mamba", "MiniMax", "Qwen3Next",
-    ),
-    "its layers share keys and values, or differ in their size": ("Gemma3n", "Gemma4"),
-    _MASK: ("Llama4", "Phimoe"),
-}  # fmt: skip
-WHY_REFUSED = {f"{name}ForCausalLM": why for why, names in _REASONS.items() for name in names}
-
 # Fields that, where they are set, change what a token may see: (architecture or all of them, field, why).
 _FIELDS_REFUSED = (
     (None, "use_bidirectional_attention", "it attends in both directions"),
-    ("Qwen2MoeForCausalLM", "use_sliding_window", _MASK),
+    (
+        "Qwen2MoeForCausalLM",
+        "use_sliding_window",
+        "its windows are in the attention mask alone, which this engine does not build",
+    ),
 )
 
 
 def check_architecture(config: Mapping[str, Any]) -> None:
-    """Check the content of a config.json. Raises ModelUnusableError naming what is not supported."""
+    """Check the content of a config.json. Raises ModelUnusableError or ArtifactError naming what is not supported."""
     architectures = config.get("architectures") or []
     name = str(architectures[0]) if architectures else f"model_type {config.get('model_type')!r}"
     if name not in SUPPORTED:
-        why = WHY_REFUSED.get(name)
-        supported = ", ".join(sorted(SUPPORTED))
-        raise ModelUnusableError(
-            f"architecture {name} is not supported{f': {why}' if why else ''}; supported are {supported}"
-        )
+        reason = f": {why}" if (why := import_module(TOWERS).WHY_REFUSED.get(name)) else ""
+        served = ", ".join(sorted(SUPPORTED))
+        raise ModelUnusableError(f"architecture {name} is not supported{reason}; supported are {served}")
     for architecture, field, why in _FIELDS_REFUSED:
         if architecture in (None, name) and config.get(field):
             raise ModelUnusableError(f"{field} of this {name} is not supported: {why}")
-    for rope_type in _rope_types(config):
-        if rope_type not in ROPE_TYPES:
-            served = ", ".join(sorted(ROPE_TYPES))
-            raise ModelUnusableError(f"rope type {rope_type!r} of this {name} is not supported; supported are {served}")
-
-
-def _rope_types(config: Mapping[str, Any]) -> list[str]:
-    # rope_scaling is the older name; either may hold one set of parameters or one for each kind of layer.
-    types = []
-    for field in ("rope_parameters", "rope_scaling"):
-        parameters = config.get(field) or {}
-        nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-        types += [str(rope.get("rope_type", rope.get("type", "default"))) for rope in nested or [parameters]]
-    return types
+    check_rope_types(config)
 
 
 @torch.inference_mode()
@@ -143,19 +117,15 @@ def load_model(
     `quantize` names the scheme in which float weights are loaded. With a group, this rank's part is loaded. Raises
     ModelUnusableError.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ModelUnusableError(f"{directory} is not a directory; a model is a transformers directory")
-    place = device_of(device)
+    directory, place = Path(path), device_of(device)
+    config = _read_config(directory)
     try:
-        config = parse_object(read_small_file(directory / "config.json"), "config.json")
-        check_architecture(config)
         manifest = read_base_model(path, name="model", quantize=quantize)
         checkpoint, scheme = read_checkpoint(directory), parse_quantization(quantize)
         weights = read_weights(config, checkpoint)
         stored = stored_scheme(config)
         check_device(stored.quantization if stored else scheme, device)
-    except (ArtifactError, ModelUnusableError) as error:
+    except ArtifactError as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
     number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
     parameters, needed = model_bytes(checkpoint, weights, scheme, number.itemsize)
@@ -163,7 +133,8 @@ def load_model(
     shares = group.ranks if group is not None and place.type != "cpu" else 1
     check_memory(directory, needed // shares, place, manifest.quantization or dtype_name(number))
     chosen = stored.quantization if stored else scheme
-    quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=chosen is not None and has_tied_head(directory))
+    tied = chosen is not None and bool(transformers_config(directory).tie_word_embeddings)
+    quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=tied)
     split = None
     if group is not None:
         split = SplitModel.of(group, transformers_config(directory), manifest.sizes, chosen.group if chosen else 0)
@@ -209,15 +180,20 @@ def load_model(
 
 def check_split(config: EngineConfig) -> None:
     """Check that a model can be divided among ranks, before they are started. Raises ModelUnusableError."""
-    directory = Path(config.model)
+    _read_config(Path(config.model))
+    RankPlan(transformers_config(Path(config.model)), 0, config.tensor_parallel)
+    device_of(rank_device(config.device, config.tensor_parallel - 1))
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise ModelUnusableError(f"{directory} is not a directory; a model is a transformers directory")
     try:
-        check_architecture(parse_object(read_small_file(directory / "config.json"), "config.json"))
+        config = read_config(directory)
+        check_architecture(config)
     except (ArtifactError, ModelUnusableError) as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
-    RankPlan(transformers_config(directory), 0, config.tensor_parallel)
-    device_of(rank_device(config.device, config.tensor_parallel - 1))
+    return config
 
 
 def _use_plain_linears(module: Any) -> None:
@@ -310,7 +286,7 @@ def from_pretrained(
     directory: Path,
     slices: Mapping[str, Any],
     dtype: torch.dtype,
-    attention: str,
+    attention: str | None,
     options: Mapping[str, Any],
     unused: Callable[[str], bool] = lambda name: False,
 ) -> Any:

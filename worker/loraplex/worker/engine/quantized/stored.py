@@ -22,13 +22,13 @@ from typing import Any
 import safetensors
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from loraplex.contracts.artifacts.base_modules import LinearWeight
-from loraplex.contracts.artifacts.checkpoint import Checkpoint
+from loraplex.contracts.artifacts.checkpoint import Checkpoint, read_config
 from loraplex.contracts.artifacts.families import HEAD
 from loraplex.contracts.artifacts.quantization import Method, Quantization, StoredWeight
 from loraplex.worker.engine.device import return_freed_memory
@@ -62,7 +62,8 @@ def open_slices(checkpoint: Checkpoint, *, mapped: bool) -> Iterator[dict[str, A
         paths = {path for path, _ in checkpoint.tensors.values()}
         backend = "mmap" if mapped else "pread"
         files = {path: stack.enter_context(safetensors.safe_open(path, "pt", backend=backend)) for path in paths}
-        yield {name: files[path].get_slice(name) for name, (path, _) in checkpoint.tensors.items()}
+        names = checkpoint.stored_names
+        yield {name: files[path].get_slice(names.get(name, name)) for name, (path, _) in checkpoint.tensors.items()}
 
 
 def read_weight(stored: StoredWeight, slices: Slices) -> QuantizedWeight:
@@ -240,18 +241,14 @@ def _part(weight: QuantizedWeight, split: Split | None) -> QuantizedWeight:
     return weight if split.inputs is None else weight.columns(*split.inputs)
 
 
-def has_tied_head(directory: Path) -> bool:
-    """Tell whether a model's output head shares its token embeddings' weight. Raises ModelUnusableError."""
-    return bool(transformers_config(directory).tie_word_embeddings)
-
-
 def transformers_config(directory: Path) -> Any:
     """Return a model's config without the checkpoint's own quantization, which transformers would do in its way.
 
     Raises ModelUnusableError.
     """
     try:
-        config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
+        content = read_config(directory)
+        config: Any = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     except Exception as error:  # transformers raises errors of many kinds for a config that it can't read
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     if hasattr(config, "quantization_config"):
