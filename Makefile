@@ -88,6 +88,7 @@ TESTS.router := router
 TESTS.usage_events := router/usage_events
 TESTS.content_hooks := router/content_hooks
 TESTS.decisions := e2e/gateway/test_decisions.py
+TESTS.rerank := router/rerank e2e/gateway/test_rerank.py e2e/test_rerankers.py
 TESTS.worker := worker/io worker/engine/scheduling worker/engine/test_engine_process.py
 TESTS.adapter_store := adapter_store
 TESTS.cli := clients/test_cli.py clients/test_options.py clients/test_extras.py
@@ -109,6 +110,7 @@ $(foreach room,encoders model_tools,$(eval BELOW.$(room) := worker))
 BELOW.usage_events := router
 BELOW.content_hooks := router
 BELOW.decisions := router
+BELOW.rerank := decisions
 
 # Tests that start no cluster and no model; of ROOM all of its own.
 ROOM ?=

@@ -22,6 +22,7 @@ COMPUTING = (
     "tests/real/",
     "tests/e2e/test_shipped_model.py",
     "tests/worker/engine/test_company.py",
+    "tests/e2e/test_rerankers.py",
     "tests/worker/engine/test_cuda_steps.py",
     "tests/worker/engine/test_interpreted_kernels.py",
     "tests/worker/engine/decoder/test_decoder_steps.py",

@@ -73,6 +73,10 @@ def test_sentence_transformers_files_say_the_pooling(tmp_path: Path) -> None:
     base = read_base_model(directory)
     assert base.pooling == "cls"
     assert base.digest != digest
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.cross_encoder.modules.LogitScore"}]')
+    (tmp_path / "1_LogitScore").mkdir()
+    (tmp_path / "1_LogitScore" / "config.json").write_text('{"true_token_id": 7, "false_token_id": 3}')
+    assert read_base_model(directory).files["logit_score.json"].endswith(b'"false_token_id": 3}')
     (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
     with pytest.raises(ArtifactError, match=r"modules\.json: Dense is not served"):
         read_base_model(directory)

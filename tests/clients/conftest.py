@@ -125,6 +125,15 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
             decisions=[decision] * len(request.questions), usage=inference_pb2.Usage(prompt_tokens=4, cached_tokens=2)
         )
 
+    async def Rerank(self, request: inference_pb2.RerankRequest, context: Any) -> Any:
+        self._note(request, context)
+        results = [
+            inference_pb2.DocumentScore(index=index, score=0.5, logit=0.0)
+            for index in reversed(range(len(request.documents)))
+        ]
+        usage = inference_pb2.Usage(prompt_tokens=4, cached_tokens=2)
+        return inference_pb2.RerankResponse(results=results, usage=usage, request_id=request.request_id)
+
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> Any:
         self._note(request, context)
         if self.encode_failures:

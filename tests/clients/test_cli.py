@@ -250,6 +250,19 @@ def test_score_and_tokens(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch
     assert json.loads(run("tokens", "--json", *to).stdout) == {"tokens": 3, "token_ids": [104, 111, 10]}
 
 
+def test_rerank(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = ("--router", server.address, "--tenant", "acme")
+    shown = run("rerank", "q", "one", "two", "--top", "2", "-a", "x", "--instruction", "i", *to).stdout
+    assert shown == "SCORE\tINDEX\tDOCUMENT\n0.5000\t1\ttwo\n0.5000\t0\tone\n"
+    request = server.service.requests[-1]
+    assert (request.query, request.top_n, request.adapter, request.instruction) == ("q", 2, "x", "i")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    said = json.loads(run("rerank", "q", "--json", "--yes", "A", "--no", "B", *to).stdout)
+    assert said["results"][0] == {"text": "two", "index": 1, "score": 0.5, "logit": 0.0}
+    assert (said["usage"]["cached_tokens"], server.service.requests[-1].no) == (2, "B")
+    assert run("rerank", "q", "one", "--top", "0", *to).returncode == 2
+
+
 def test_embed_and_classify(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     to = ("--router", server.address, "--tenant", "acme")
     assert run("embed", "a", "bcd", "--raw", "--pooling", "mean", "-a", "x", *to).stdout == "0.5 1\n0.5 3\n"

@@ -297,6 +297,25 @@ async def test_other_calls(server: Any) -> None:
         decided = client.decide("hi", asked).decisions
         assert [one.best for one in decided] == ["yes", "a", "1"]
         assert (decided[2].score, round(decided[1].confidence, 3), decided[0].label_mass) == (0.25, 0.189, 0.5)
+        ranking = client.rerank(
+            "q", ["a", "b"], adapter_id="a", top_n=2, instruction="i", truncate=None, request_id="r"
+        )
+        assert ranking.results == (lx.DocumentScore(1, 0.5, 0.0), lx.DocumentScore(0, 0.5, 0.0))
+        asked = server.service.requests[-1]
+        assert (asked.query, asked.documents, asked.adapter, asked.top_n) == ("q", ["a", "b"], "a", 2)
+        client.rerank(["q", "r"], ["a", "b"], adapters={"a": 1.0})
+        asked = server.service.requests[-1]
+        assert (asked.queries, asked.adapters[0].adapter, asked.HasField("top_n")) == (["q", "r"], "a", False)
+        bad: list[tuple[Any, dict[str, Any], str]] = [
+            (("q", "text"), {}, "documents: give a list of texts"),
+            (("q", [1]), {}, "documents: give a list; each item is a str"),
+            (("q", ["a"]), {"top_n": "x"}, "top_n: give a whole number"),
+        ]
+        for arguments, options, message in bad:
+            with pytest.raises(lx.InvalidRequestError, match=message):
+                client.rerank(*arguments, **options)
+        with pytest.raises(TypeError, match="temperature"):
+            client.rerank("q", ["a"], temperature=1)  # type: ignore[call-arg]
         assert client.models() == (lx.ServedModel("tiny", "sha256:00", 512, max_rank=2),)
     async with lx.AsyncClient(server.address) as client:
         assert await client.tokenize("hi") == (104, 105)

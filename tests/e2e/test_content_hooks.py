@@ -82,6 +82,8 @@ async def test_prompts_are_refused_at_every_door_ahead_of_the_queue(hooked: Hook
             lambda: counted.score("Say", [f" {WORD}"]),
             lambda: counted.decide(prompt, [Question("So?")]),
             lambda: counted.decide("Say", [Question("So?"), Question(f"Is it {WORD}?")]),
+            lambda: counted.rerank(prompt, ["a"], yes="y", no="n"),
+            lambda: counted.rerank("Say", ["a", prompt], yes="y", no="n"),
             lambda: counted.embed([prompt]),
             lambda: counted.classify([prompt]),
         ]

@@ -33,7 +33,7 @@ from loraplex.cli.options import (
 )
 from loraplex.cli.tenants import plans, tenants
 from loraplex.cli.terminal import CommandError, print_error
-from loraplex.cli.texts import classify, embed, score, tokens
+from loraplex.cli.texts import classify, embed, rerank, score, tokens
 from loraplex.cli.up import up
 from loraplex.cli.usage import usage
 
@@ -84,7 +84,7 @@ _OWN_ARGUMENTS: dict[str, Any] = {
 }
 for process, (_, _, description) in PROCESSES.items():
     app.command(process, help=description, **_OWN_ARGUMENTS)(_process)
-_COMMANDS: Sequence[Callable[..., None]] = (generate, chat, score, tokens, embed, classify)
+_COMMANDS: Sequence[Callable[..., None]] = (generate, chat, score, rerank, tokens, embed, classify)
 for command in _COMMANDS:
     app.command()(command)
 for name, group in {

@@ -1,4 +1,4 @@
-"""`loraplex embed`, `classify`, `score` and `tokens`: what a model computes of texts without answering."""
+"""`loraplex embed`, `classify`, `rerank`, `score` and `tokens`: what a model computes of texts without answering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loraplex.cli.service import explained
 from loraplex.cli.terminal import out, print_json, print_rows, read_stdin
 
 if TYPE_CHECKING:
-    from loraplex_client import Classifications, Embeddings, Scores
+    from loraplex_client import Classifications, Embeddings, Ranking, Scores
 
 TextsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[TEXT]...", help="The texts; default: the lines of stdin.")
@@ -107,13 +107,55 @@ def classify(
     )
 
 
-def _summary_json(answer: Embeddings | Classifications) -> dict[str, Any]:
-    return {
-        "adapter_revision": answer.adapter_revision,
-        "usage": answer.usage,
-        "request_id": answer.request_id,
-        "continuations": answer.continuations,
-    }
+def rerank(  # noqa: PLR0913, PLR0917  # one parameter a flag
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="The text that the documents are for.")],
+    documents: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DOCUMENT]...", help="The documents, up to 1,000; default: the lines of stdin."),
+    ] = None,
+    top: Annotated[int | None, typer.Option("--top", min=1, metavar="N", help="Print the N best alone.")] = None,
+    adapter: AdaptersOption = None,
+    instruction: Annotated[str, typer.Option(help="What a document has to do for a query.")] = "",
+    yes: Annotated[str, typer.Option(help="A decoder's answer for a document that fits, of one token.")] = "",
+    no: Annotated[str, typer.Option(help="Its answer for one that does not.")] = "",
+    truncate: TruncateOption = False,
+    tenant: TenantOption = TENANT,
+    model: ModelOption = "",
+    router: RouterOption = ROUTER,
+    as_json: JsonOption = False,
+) -> None:
+    """Print each DOCUMENT with how well it fits QUERY, the best first.
+
+    [bold]loraplex rerank "capital of France" "Paris is the capital." "Rome is old." --top 1[/]
+    """
+    from loraplex_client import Client
+
+    texts = documents or read_stdin().splitlines()
+    single, weighted = read_adapters(adapter or [])
+    with explained("router", router), Client(router, tenant) as client:
+        ranking = client.rerank(
+            query,
+            texts,
+            top_n=top,
+            adapter_id=single,
+            adapters=weighted,
+            model=model or None,
+            instruction=instruction,
+            yes=yes,
+            no=no,
+            truncate=truncate,
+        )
+    if as_json:
+        results = [{"text": texts[one.index], **vars(one)} for one in ranking.results]
+        print_json({"results": results, **_summary_json(ranking)})
+        return
+    rows = ((f"{one.score:.4f}", one.index, texts[one.index]) for one in ranking.results)
+    print_rows(("SCORE", "INDEX", "DOCUMENT"), rows)
+
+
+def _summary_json(answer: Embeddings | Classifications | Ranking) -> dict[str, Any]:
+    names = ("adapter_revision", "usage", "request_id", "continuations")
+    return {name: getattr(answer, name) for name in names if hasattr(answer, name)}
 
 
 def score(

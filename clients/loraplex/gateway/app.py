@@ -45,6 +45,8 @@ from loraplex.gateway.openai_responses_input import RESPONSE
 from loraplex.gateway.page import cluster_state, page, page_file
 from loraplex.gateway.provider import Providers
 from loraplex.gateway.releases_api import CHANGE, change_release, get_release, list_releases
+from loraplex.gateway.rerank_api import PROTOCOL as RERANKING
+from loraplex.gateway.rerank_api import RERANK, SCORE, rerank_v1, rerank_v2, score
 from loraplex.gateway.sessions import Cookies
 from loraplex.gateway.settings import GatewaySettings
 from loraplex.gateway.sign_in import begin_sign_in, end_session, end_sign_in, renew_session, show_session
@@ -133,6 +135,9 @@ PATHS = {
     "/v1/responses": Served(RESPONSES, {"POST": responses}, RESPONSE, "chat"),
     "/v1/decisions": Served(OPENAI, {"POST": decisions}, DECISION, "decide"),
     "/v1/systemone": Served(OPENAI, {"POST": system_one}, SYSTEM_ONE, "decide"),
+    "/v1/rerank": Served(RERANKING, {"POST": rerank_v1}, RERANK, "rerank"),
+    "/v2/rerank": Served(RERANKING, {"POST": rerank_v2}, RERANK, "rerank"),
+    "/v1/score": Served(RERANKING, {"POST": score}, SCORE, "rerank"),
     "/v1/embeddings": Served(OPENAI, {"POST": embeddings}, EMBEDDING, "embeddings"),
     "/v1/models": Served(OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": Served(OPENAI, {"GET": get_model}),

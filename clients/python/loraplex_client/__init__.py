@@ -51,6 +51,7 @@ from loraplex_client.generation import (
     Usage,
 )
 from loraplex_client.options import ChatOptions, GenerateOptions
+from loraplex_client.reranking import DocumentScore, Ranking, RerankOptions
 from loraplex_client.resources import (
     Adapter,
     BaseModel,
@@ -88,6 +89,7 @@ __all__ = [
     "DeadlineExceededError",
     "Decision",
     "Decisions",
+    "DocumentScore",
     "Embeddings",
     "EncodeOptions",
     "Exported",
@@ -110,7 +112,9 @@ __all__ = [
     "Provenance",
     "Pushed",
     "Question",
+    "Ranking",
     "RateLimit",
+    "RerankOptions",
     "ResourceExhaustedError",
     "Revision",
     "Scores",

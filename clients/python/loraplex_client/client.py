@@ -19,6 +19,7 @@ from loraplex_client.endpoint import ApiKey, Tls, credentials_of
 from loraplex_client.errors import InvalidRequestError, NotImplementedByServerError, rate_limits_in
 from loraplex_client.generation import ContinuationScore, Generation, Scores, ServedModel, Usage
 from loraplex_client.options import ChatOptions, GenerateOptions, M, generate_request, parse_answer, with_keywords
+from loraplex_client.reranking import RerankingCalls
 from loraplex_client.retries import RESUME_ATTEMPTS, read_addresses
 
 
@@ -34,7 +35,7 @@ Store = TypeVar("Store", StoreClient, AsyncStoreClient)
 Stream = TypeVar("Stream", GenerationStream, AsyncGenerationStream)
 
 
-class RouterCalls(EncodingCalls, Generic[Store, Stream]):
+class RouterCalls(EncodingCalls, RerankingCalls, Generic[Store, Stream]):
     """Generates with a tenant's adapters at one or several routers. Threads may share it.
 
     `address` is `HOST:PORT`, several with commas between them, or a sequence. They are called in turn; an address that

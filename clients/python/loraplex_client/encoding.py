@@ -12,9 +12,9 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import method
-from loraplex_client.errors import InternalError, InvalidRequestError, RateLimit, rate_limits_in, unknown_keyword
+from loraplex_client.errors import InternalError, InvalidRequestError, RateLimit, rate_limits_in
 from loraplex_client.generation import Timings, Usage
-from loraplex_client.options import bad_value, weighted_adapters, with_keywords
+from loraplex_client.options import fill, weighted_adapters, with_keywords
 
 # A text, a pair of texts, or the ids of one.
 EncodeInput: TypeAlias = str | tuple[str, str] | Sequence[int]
@@ -140,7 +140,8 @@ class _Parts:
         if isinstance(texts, str):
             raise InvalidRequestError("texts: give a list of texts", field="texts")
         self._texts = texts
-        self._spec = _spec_of(options)
+        self._spec = inference_pb2.EncodeSpec()
+        fill(self._spec, options, (*EncodeOptions.__annotations__, "timeout_s"))
         self._start = 0
         self.usage = Usage(0, 0, 0)
         self.timings = Timings(0.0, 0.0, 0.0, 0.0)
@@ -211,26 +212,6 @@ class _Parts:
 def _pinned(revision: str) -> str:
     """Return tenants/T/adapters/A/revisions/D as tenants/T/adapters/A@D."""
     return revision.replace("/revisions/sha256:", "@sha256:")
-
-
-def _spec_of(options: EncodeOptions) -> inference_pb2.EncodeSpec:
-    """Return the message for these options. Raises InvalidRequestError, and TypeError for an unknown keyword."""
-    spec = inference_pb2.EncodeSpec()
-    value: Any
-    for name, value in options.items():
-        if name not in EncodeOptions.__annotations__:
-            raise unknown_keyword(name, (*EncodeOptions.__annotations__, "timeout_s"))
-        if value is None:
-            continue
-        if name == "adapters":
-            spec.adapters.extend(weighted_adapters(value))
-            continue
-        field = "adapter" if name == "adapter_id" else name
-        try:
-            setattr(spec, field, value)
-        except (TypeError, ValueError) as error:
-            raise bad_value(spec, field, name, value) from error
-    return spec
 
 
 def _input_of(index: int, text: EncodeInput) -> inference_pb2.EncodeInput:

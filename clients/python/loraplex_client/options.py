@@ -286,6 +286,26 @@ def generate_request(
     return inference_pb2.GenerateRequest(spec=spec)
 
 
+def fill(message: Message, options: Mapping[str, Any], known: Sequence[str] = ()) -> None:
+    """Set fields of a message to the options that are not None; `adapter_id` is its field `adapter`.
+
+    Raises InvalidRequestError, and TypeError for a keyword that is not among `known`.
+    """
+    for name, value in options.items():
+        if known and name not in known:
+            raise unknown_keyword(name, known)
+        field = "adapter" if name == "adapter_id" else name
+        if value is None:
+            continue
+        if name == "adapters":
+            value = weighted_adapters(value)  # noqa: PLW2901
+        try:
+            repeated = getattr(getattr(message, field), "extend", None)
+            repeated(value) if repeated else setattr(message, field, value)
+        except (TypeError, ValueError) as error:
+            raise bad_value(message, field, name, value) from error
+
+
 def weighted_adapters(
     adapters: Mapping[str, float] | Sequence[tuple[str, float]],
 ) -> list[inference_pb2.WeightedAdapter]:

@@ -58,13 +58,15 @@ from loraplex.contracts.artifacts.quantization import (
 _MODULES = "modules.json"
 _POOLING = "1_Pooling/config.json"
 _MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
-# Modules of a sentence-transformers pipeline that are served. Normalize is no step here: a request asks for it.
-_STAGES = ("Transformer", "Pooling", "Normalize")
+# Modules of a sentence-transformers pipeline that are served. The last two are no steps here: a request asks for them.
+_STAGES = ("Transformer", "Pooling", "Normalize", "LogitScore")
 HASH_ARCHITECTURE = "hash"
 HASH_LABELS = ("LABEL_0", "LABEL_1")
 TASKS = ("generate", "embed", "classify")
 # The template for chats with tools, in its folder beside the model's own.
 _TEMPLATES, _TOOL_TEMPLATE = "additional_chat_templates", "tool_use.jinja"
+# The ids of a reranker's answers, in a file of the pipeline's module.
+LOGIT_SCORE = "logit_score.json"
 _SMALL_FILES = (
     CONFIG_FILE,
     GENERATION_CONFIG,
@@ -210,7 +212,8 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None, k
     if not (directory / CONFIG_FILE).is_file():
         raise ArtifactError("model", f"{directory} has no {CONFIG_FILE}, so it is not a transformers model")
     paths = {small: directory / small for small in _SMALL_FILES} | {
-        _TOOL_TEMPLATE: directory / _TEMPLATES / _TOOL_TEMPLATE
+        _TOOL_TEMPLATE: directory / _TEMPLATES / _TOOL_TEMPLATE,
+        LOGIT_SCORE: directory / "1_LogitScore" / CONFIG_FILE,
     }
     files = {small: read_small_file(path) for small, path in paths.items() if path.is_file()}
     whole, config = parse_object(files[CONFIG_FILE], CONFIG_FILE), read_config(directory)

@@ -119,6 +119,7 @@ PERMISSIONS: Mapping[str, Permission] = {
             "Resume": _GENERATE,
             "Score": _GENERATE,
             "Decide": _GENERATE,
+            "Rerank": _GENERATE,
             "Embed": _GENERATE,
             "Classify": _GENERATE,
             "Tokenize": _TOKENIZE,

@@ -181,7 +181,10 @@ class _Call:
         logprobs, summaries, request = dict[int, float](), list[Summary](), asking.request
         read = [index for index, ids in enumerate(asking.labels) if len(ids) == 1]
         if read:
-            found, summary = await self._read(asking, [asking.labels[index][0] for index in read], budget)
+            ids = tuple(asking.labels[index][0] for index in read)
+            found, summary = await first_logprobs(
+                self._service, request, asking.prompt_ids, ids, self._left_s(), budget
+            )
             logprobs |= zip(read, found, strict=True)
             summaries.append(summary)
         scored = asking.scored
@@ -207,32 +210,39 @@ class _Call:
         """Return the score of a label, within what is left of the deadline when it begins."""
         return await self._service.unary_calls.score_part(part, self._left_s(), budget)
 
-    async def _read(
-        self, asking: _Asking, ids: Sequence[int], budget: CallBudget | None
-    ) -> tuple[list[float], Summary]:
-        """Return the log probabilities of ids at the first position of an answer."""
-        request, read = asking.request, tuple(ids)
-        of_ids = array("I", (*asking.prompt_ids, *read)).tobytes()
-        part = replace(
-            request,
-            prompt=asking.prompt_ids,
-            prompt_options=PromptOptions(),
-            stopping=Stopping(max_tokens=1),
-            logprobs=len(read),
-            logprob_token_ids=read,
-            # The message's fingerprint is of all questions.
-            fingerprint=hashlib.sha256(f"{request.fingerprint} {len(read)} ".encode() + of_ids).hexdigest(),
-        )
-        logprobs: list[float] = []
-        running = self._service.generation.run(part, self._left_s(), part_of=budget)
-        async with aclosing(running) as messages:
-            async for message in messages:
-                match message.event:
-                    case Delta(logprobs=(first, *_)):
-                        logprobs = [logprob for _, logprob in first.alternatives]
-                    case Summary() as summary if logprobs:
-                        return logprobs, summary
-        raise Internal("a question ended without the log probabilities of its labels", reason="NO_LOGPROBS")
+
+async def first_logprobs(
+    service: InferenceService,
+    request: Request,
+    prompt_ids: tuple[int, ...],
+    ids: tuple[int, ...],
+    deadline_s: float | None,
+    budget: CallBudget | None,
+) -> tuple[list[float], Summary]:
+    """Return the log probabilities of ids at the first position of an answer to a prompt, and what it took.
+
+    Raises a CallError.
+    """
+    of_ids = array("I", (*prompt_ids, *ids)).tobytes()
+    part = replace(
+        request,
+        prompt=prompt_ids,
+        prompt_options=PromptOptions(),
+        stopping=Stopping(max_tokens=1),
+        logprobs=len(ids),
+        logprob_token_ids=ids,
+        # The message's fingerprint is of the whole call.
+        fingerprint=hashlib.sha256(f"{request.fingerprint} {len(ids)} ".encode() + of_ids).hexdigest(),
+    )
+    logprobs: list[float] = []
+    async with aclosing(service.generation.run(part, deadline_s, part_of=budget)) as messages:
+        async for message in messages:
+            match message.event:
+                case Delta(logprobs=(first, *_)):
+                    logprobs = [logprob for _, logprob in first.alternatives]
+                case Summary() as summary if logprobs:
+                    return logprobs, summary
+    raise Internal("a prompt ended without the log probabilities of its labels", reason="NO_LOGPROBS")
 
 
 async def decide(

@@ -92,7 +92,7 @@ class RouterMetrics(Meters):
         self.tenants, self.adapters = BoundedNames(), BoundedNames()
 
     def _add_kind_metrics(self) -> None:
-        self.texts = self.counter("texts_encoded", "Texts that were answered by a vector.", ("model", "task"))
+        self.texts = self.counter("texts_encoded", "Texts that were answered without tokens.", ("model", "task"))
         self.not_enforced = self.counter(
             "requests_not_enforced", "Answered chats with a tool whose schema was not enforced in full.", ("model",)
         )

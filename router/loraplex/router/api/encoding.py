@@ -118,14 +118,14 @@ def probabilities(logits: Sequence[float], classifier: Classifier) -> Sequence[f
     if classifier.problem_type == "regression":
         return logits
     if len(logits) == 1 or classifier.problem_type == "multi_label_classification":
-        return [_logistic(logit) for logit in logits]
+        return [logistic(logit) for logit in logits]
     largest = max(logits)
     powers = [math.exp(logit - largest) for logit in logits]
     total = math.fsum(powers)
     return [power / total for power in powers]
 
 
-def _logistic(logit: float) -> float:
-    # The exponent is never positive: no overflow.
+def logistic(logit: float) -> float:
+    """Return 1 / (1 + exp(-logit)), by an exponent that is never positive: no overflow."""
     power = math.exp(-abs(logit))
     return 1 / (1 + power) if logit >= 0 else power / (1 + power)

@@ -10,7 +10,7 @@ from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from loraplex.contracts.options import CLIENT_REASONS, Task
+from loraplex.contracts.options import CLIENT_REASONS
 from loraplex.router.catalog.models import Models
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.request import Delta, EncodeRequest, Event, Finished, Request, Summary
@@ -101,7 +101,7 @@ def answered_attributes(summary: Summary, reasons: list[str], model: str) -> Att
 
 
 # Methods whose calls are counted as requests; the metrics of other calls are rpc/interceptors.py's.
-COUNTED_METHODS = ("Generate", "Resume", "Score", "Decide", "Embed", "Classify")
+COUNTED_METHODS = ("Generate", "Resume", "Score", "Decide", "Rerank", "Embed", "Classify")
 
 R = TypeVar("R", Request, EncodeRequest)
 
@@ -197,7 +197,7 @@ class RequestRecord:
             case Summary():
                 self._summary = event
 
-    def count_texts(self, task: Task, count: int, summary: Summary) -> None:
+    def count_texts(self, task: str, count: int, summary: Summary) -> None:
         """Count the texts of a call that is answered by their vectors, and take its summary."""
         self._telemetry.metrics.texts.labels(self._model, task).inc(count)
         self._summary = summary

@@ -19,7 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
@@ -47,8 +47,8 @@ from loraplex.router.api.encoding import (
 from loraplex.router.api.request_telemetry import RequestRecord, RequestTelemetry
 from loraplex.router.generation.admission import Admission
 from loraplex.router.generation.generation import Generation, OnAdmitted
-from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls
-from loraplex.router.request import Message, Request, Stopping, Summary
+from loraplex.router.generation.unary_calls import ContinuationScore, UnaryCalls, Vector
+from loraplex.router.request import EncodeRequest, Message, Request, Stopping, Summary
 from loraplex.router.text.chat import tokenizer_config
 from loraplex.runtime.rpc.errors import CallError, InvalidField, RateLimits
 from loraplex.runtime.rpc.interceptors import Context, Handler, Interceptor, current_call
@@ -243,8 +243,9 @@ class OpenCalls(Interceptor):
         shares.take_or_refuse(tenant, amount, subject=f"tenants/{tenant}/calls", what=what, reason="ROUTER_FULL")
 
 
-# The edge package that asks questions.
-DECISIONS = "loraplex.decisions"
+T = TypeVar("T")
+# The edge packages that ask questions, and that score documents.
+DECISIONS, RERANK = "loraplex.decisions", "loraplex.rerank"
 # Maximum continuations of a call.
 CONTINUATIONS = 64
 # Fields of a request that say how an answer is made: a score has none.
@@ -395,40 +396,41 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideResponse:
         """Return the probabilities of the answers to questions."""
-        decide = import_module(DECISIONS).decide
+        return await self._answer(import_module(DECISIONS).decide, request, context)  # type: ignore[no-any-return]
+
+    async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankResponse:
+        """Return how well documents fit a query."""
+        return await self._answer(import_module(RERANK).rerank, request, context)  # type: ignore[no-any-return]
+
+    async def _answer(self, answer: Callable[..., Any], request: Any, context: Context) -> Any:
         with RequestRecord(self.telemetry, context) as record:
-            response, summary = await decide(self, request, record, context.time_remaining())
+            response, summary = await answer(self, request, record, context.time_remaining())
             record.count(summary)
             context.set_trailing_metadata(rates_metadata(summary.rate_limits))
-            return response  # type: ignore[no-any-return]
+            return response
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return a vector of each text."""
-        with RequestRecord(self.telemetry, context) as record:
-            call = record.begin(read_embed(request, record.tenant))
-            await self.generation.check_prompt(call)
-            normalize = not request.HasField("normalize") or request.normalize
-            write = partial(write_embedding, normalize=normalize)
-            embeddings, summary = await self.unary_calls.encode(call, context.time_remaining(), write)
-            record.count_texts("embed", len(embeddings), summary)
-            context.set_trailing_metadata(rates_metadata(summary.rate_limits))
-            return pb.EmbedResponse(embeddings=embeddings, summary=write_encode_summary(summary))
+        write = partial(write_embedding, normalize=not request.HasField("normalize") or request.normalize)
+        embeddings, summary = await self._encode(partial(read_embed, request), write, context)
+        return pb.EmbedResponse(embeddings=embeddings, summary=summary)
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Return the probabilities of a classifier's labels for each text."""
+        found, summary = await self._encode(partial(read_classify, request), write_classification, context)
+        classifications = [one for one, _ in found]
+        return pb.ClassifyResponse(classifications=classifications, labels=found[0][1], summary=summary)
+
+    async def _encode(
+        self, read: Callable[[str], EncodeRequest], write: Callable[[Vector], T], context: Context
+    ) -> tuple[list[T], pb.EncodeSummary]:
         with RequestRecord(self.telemetry, context) as record:
-            call = record.begin(read_classify(request, record.tenant))
+            call = record.begin(read(record.tenant))
             await self.generation.check_prompt(call)
-            classifications, summary = await self.unary_calls.encode(
-                call, context.time_remaining(), write_classification
-            )
-            record.count_texts("classify", len(classifications), summary)
+            written, summary = await self.unary_calls.encode(call, context.time_remaining(), write)
+            record.count_texts(call.task, len(written), summary)
             context.set_trailing_metadata(rates_metadata(summary.rate_limits))
-            return pb.ClassifyResponse(
-                classifications=[one for one, _ in classifications],
-                labels=classifications[0][1],
-                summary=write_encode_summary(summary),
-            )
+            return written, write_encode_summary(summary)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""

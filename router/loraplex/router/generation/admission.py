@@ -161,8 +161,7 @@ class Admission:
 
     async def admit(self, request: Request, deadline_s: float | None, side: Side | None = None) -> Run:
         """Admit a new request. Raises a CallError where it can't be served."""
-        model, adapter = await self._resolve(request, side)
-        context = _context(model.manifest, adapter, self.models.serving(model.manifest.name, model.manifest.digest))
+        model, adapter, context = await self.adapted(request, side)
         # Here alone: whoever goes on with the request has the values in its job, or in its resume token.
         filled = unset_values(request, model.generation_config)
         request = replace(request, sampling=replace(request.sampling, **filled))
@@ -223,10 +222,9 @@ class Admission:
 
         Raises a CallError where any input can't be served.
         """
-        model, adapter = await self._resolve(request)
+        model, adapter, context = await self.adapted(request)
         manifest = model.manifest
         classifier = await find_classifier(request, manifest, adapter, self.configs)
-        context = _context(manifest, adapter, self._workers_for_new_jobs(manifest))
         inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, context)
         for (ids, _), path in zip(inputs, request.fields, strict=True):
             if not ids:
@@ -240,6 +238,13 @@ class Admission:
             for index, ((ids, _), encode) in enumerate(zip(inputs, encodes, strict=True))
         ]
         return jobs, classifier
+
+    async def adapted(
+        self, request: Request | EncodeRequest, side: Side | None = None
+    ) -> tuple[ServedModel, AdapterRef | None, int]:
+        """Return the model as its adapter changes it, the adapter, and a job's maximum tokens. Raises a CallError."""
+        model, adapter = await self._resolve(request, side)
+        return model, adapter, _context(model.manifest, adapter, self._workers_for_new_jobs(model.manifest))
 
     async def continuation_ids(
         self, request: Request, continuations: Sequence[str | tuple[int, ...]]
