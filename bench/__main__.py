@@ -25,6 +25,7 @@ NAMES = (
     "overload",
     "structured",
     "json_lists",
+    "kernels",
     "quantized",
     "llama",
     "prompts",

@@ -1,4 +1,7 @@
-"""The machine's ceilings: bytes read and operations a second, measured with the fastest linear layer available.
+"""The machine's ceilings: bytes read and operations a second, the best of whatever does not depend on our kernels.
+
+    bytes        torch's sum of numbers, mkldnn's linear layers with one row
+    operations   a bare loop of the widest instruction (processor.py), mkldnn's linear layers with many rows
 
 Benchmarks measure both again between their runs, because the ceilings of a shared machine change.
 """
@@ -6,7 +9,7 @@ Benchmarks measure both again between their runs, because the ceilings of a shar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from bench import processor
 from bench.mkldnn import PackedWeight, packing_works
 
 # Features of the measured layer: the MLP of qwen2-0.4b.
@@ -35,7 +39,7 @@ class CeilingSize:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes a second with one row, and operations a second with many rows; a multiply-add counts as two operations."""
+    """Bytes a second that are read, and operations a second in bfloat16; a multiply-add counts as two operations."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -53,6 +57,7 @@ class CeilingMeter:
         weight = torch.randn(_OUT, _IN, generator=generator).to(_DTYPE)
         self._linears = [PackedWeight(weight) if packs else _plain(weight.clone()) for _ in range(count)]
         self._bytes = count * weight_bytes
+        self._numbers = torch.ones(self._bytes // 4)
         self.measured: list[Ceilings] = []
 
     @torch.inference_mode()
@@ -60,10 +65,11 @@ class CeilingMeter:
         """Measure both ceilings, in a fraction of a second. The better of two passes counts: the first may be cold."""
         x = torch.randn(1, _IN).to(_DTYPE)
         many = torch.randn(self._rows, _IN).to(_DTYPE)
-        read_s = min(_pass_s(self._linears, x) for _ in range(2))
+        read_s = min(_pass_s(*read) for read in (([torch.sum], self._numbers), (self._linears, x)) for _ in range(2))
         compute_s = min(_pass_s(self._linears[:_ROWS_WEIGHTS], many) for _ in range(2))
         operations = 2 * self._rows * _OUT * _IN * _ROWS_WEIGHTS
-        self.measured.append(Ceilings(self._bytes / read_s, operations / compute_s))
+        bare = max(arithmetic_per_s("bfloat16") for _ in range(2))
+        self.measured.append(Ceilings(self._bytes / read_s, max(bare, operations / compute_s)))
 
     def median(self) -> Ceilings:
         """Return the medians of all measurements."""
@@ -86,18 +92,23 @@ class CeilingMeter:
                 "runs": len(values),
             }
             for case, unit, values in (
-                ("ceiling: weights read, 1 row", "GB/s", bandwidths),
-                (f"ceiling: arithmetic, {self._rows} rows", "GFLOP/s", rates),
+                ("ceiling: memory read", "GB/s", bandwidths),
+                ("ceiling: arithmetic in bfloat16", "GFLOP/s", rates),
             )
         ]
+
+
+def arithmetic_per_s(dtype: str) -> float:
+    """Measure the bare loop for products of a dtype, or, where the processor has none, that of float32."""
+    return processor.operations_per_s(dtype) or processor.operations_per_s("float32")
 
 
 def _plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: linear(x, weight)
 
 
-def _pass_s(linears: list[PackedWeight | Callable[[Tensor], Tensor]], x: Tensor) -> float:
+def _pass_s(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
     start = time.perf_counter()
-    for layer in linears:
+    for layer in layers:
         layer(x)
     return time.perf_counter() - start
