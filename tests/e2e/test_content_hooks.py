@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 import pytest_asyncio
@@ -23,7 +26,13 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 WORD = "forbidden"
 TOKENS = 150
+# Of an answer in three or four parts.
+FEW = 80
 HEADERS = {"x-loraplex-tenant": TENANT}
+PROMPT = "Tell me"
+CHAT: Any = [{"role": "user", "content": PROMPT}]
+# Asks a gateway, whole or as a stream; returns the text, the reason of its end, and why it was refused.
+Ask = Callable[[str, bool], Awaitable[tuple[str, str | None, str | None]]]
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,87 @@ async def test_an_answer_is_refused_in_mid_stream(hooked: Hooked, eventually: Ev
         assert is_cut("".join(chunk.text for chunk in chunks), truth.text, hooked.hook.word)
         assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["content_filter"]
     await eventually(hooked.cluster.idle)
+
+
+async def openais(url: str, stream: bool) -> tuple[str, str | None, str | None]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", default_headers=HEADERS, max_retries=0) as http:
+        asked: Any = {"model": "a", "messages": CHAT, "max_tokens": FEW, "temperature": 0}
+        if not stream:
+            (choice,) = (await http.chat.completions.create(**asked)).choices
+            return choice.message.content or "", choice.finish_reason, choice.message.refusal
+        chunks = [chunk async for chunk in await http.chat.completions.create(**asked, stream=True)]
+    deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    text = "".join(one.delta.content or "" for one in deltas)
+    return text, deltas[-1].finish_reason, deltas[-1].delta.refusal
+
+
+async def responses(url: str, stream: bool) -> tuple[str, str | None, str | None]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", default_headers=HEADERS, max_retries=0) as http:
+        asked: Any = {"model": "a", "input": PROMPT, "max_output_tokens": FEW, "temperature": 0}
+        if stream:
+            events = [event async for event in await http.responses.create(**asked, stream=True)]
+            last: Any = events[-1]
+            assert last.type == f"response.{last.response.status}"
+            told = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            assert told == last.response.output_text
+            answer = last.response
+        else:
+            answer = await http.responses.create(**asked)
+    cut = answer.incomplete_details.reason if answer.incomplete_details else None
+    assert (answer.status, answer.output[-1].status) == ("incomplete", "incomplete")
+    return answer.output_text, cut, None
+
+
+async def anthropics(url: str, stream: bool) -> tuple[str, str | None, str | None]:
+    from anthropic import AsyncAnthropic
+
+    async with AsyncAnthropic(base_url=url, api_key="none", default_headers=HEADERS, max_retries=0) as http:
+        asked: Any = {"model": "a", "messages": CHAT, "max_tokens": FEW, "extra_body": {"temperature": 0}}
+        if stream:
+            async with http.messages.stream(**asked) as events:
+                answer: Any = await events.get_final_message()
+        else:
+            answer = await http.messages.create(**asked)
+    text = "".join(block.text for block in answer.content if block.type == "text")
+    return text, answer.stop_reason, answer.stop_details.explanation if answer.stop_details else None
+
+
+async def tgis(url: str, stream: bool) -> tuple[str, str | None, str | None]:
+    asked: Any = {"inputs": PROMPT, "parameters": {"adapter_id": "a", "max_new_tokens": FEW, "details": True}}
+    async with httpx2.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as http:
+        path = "/generate_stream" if stream else "/generate"
+        answer = (await http.post(path, json=asked)).raise_for_status()
+    if not stream:
+        told = answer.json()
+        assert len(told["details"]["tokens"]) == told["details"]["generated_tokens"]
+        return told["generated_text"], told["details"]["finish_reason"], None
+    told = [json.loads(line.removeprefix("data:")) for line in answer.text.splitlines() if line.startswith("data:")]
+    assert "".join(one["token"]["text"] for one in told) == told[-1]["generated_text"]
+    return told[-1]["generated_text"], told[-1]["details"]["finish_reason"], None
+
+
+@pytest.mark.parametrize(
+    ("ask", "whole", "cut", "why"),
+    [
+        (openais, "length", "content_filter", REASON),
+        (responses, "max_output_tokens", "content_filter", None),
+        (anthropics, "max_tokens", "refusal", REASON),
+        (tgis, "length", "stop_sequence", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_protocol_says_that_an_answer_was_refused(
+    hooked: Hooked, ask: Ask, whole: str, cut: str, why: str | None, stream: bool
+) -> None:
+    url = f"http://{hooked.cluster.local.http}"
+    truth, reason, told = await ask(url, stream)
+    assert (reason, told) == (whole, None)
+    hooked.hook.word = f"<{re.findall(r'<([0-9]+)>', truth[3 * len(truth) // 4 :])[0]}>"
+    text, reason, told = await ask(url, stream)
+    assert is_cut(text, truth, hooked.hook.word)
+    assert (reason, told) == (cut, why)
+    hooked.hook.word = truth[:5]  # nothing has passed
+    assert await ask(url, stream) == ("", cut, why)
 
 
 async def test_an_answer_whose_router_is_killed_is_cut_in_front_of_the_same_word(hooked: Hooked) -> None:

@@ -25,7 +25,7 @@ from loraplex.cli.options import (
     TemperatureOption,
     TenantOption,
 )
-from loraplex.cli.service import explained
+from loraplex.cli.service import explained, until_interrupt
 from loraplex.cli.terminal import CommandError, err, out, print_error, print_warning, printable, stdin_lines
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ class Conversation:
         greeting = [{"role": "user", "content": "Hello"}]
         with explained("router", self.router):
             model = self.options["model"] or ""
-            self.runner.run(self.client.tokenize(messages=greeting, adapter_id=adapter or None, model=model))
+            asked = self.client.tokenize(messages=greeting, adapter_id=adapter or None, model=model)
+            self.runner.run(until_interrupt(asked))
         self.adapter = adapter
 
     def answer(self, text: str) -> None:
@@ -173,7 +174,7 @@ class Conversation:
                 return await _follow(stream)
 
         with explained("router", self.router):
-            self.messages += [turn, {"role": "assistant", "content": self.runner.run(follow())}]
+            self.messages += [turn, {"role": "assistant", "content": self.runner.run(until_interrupt(follow()))}]
 
 
 def _is_full(error: CommandError) -> bool:

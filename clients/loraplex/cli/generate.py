@@ -22,7 +22,7 @@ from loraplex.cli.options import (
     TenantOption,
     read_adapters,
 )
-from loraplex.cli.service import explained
+from loraplex.cli.service import explained, until_interrupt
 from loraplex.cli.terminal import err, print_json, print_rows, printable, read_stdin, read_text
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
             return answer, await token_texts(client, answer, model) if logprobs is not None else {}
 
     with explained("router", router):
-        generation, texts = asyncio.run(stream_answer())
+        generation, texts = asyncio.run(until_interrupt(stream_answer()))
     if as_json:
         print_json(answer_json(generation, texts))
         return

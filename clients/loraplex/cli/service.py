@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loraplex.cli.terminal import CommandError
 
 if TYPE_CHECKING:
     from loraplex_client import LoraplexError, StoreClient, UnavailableError
     from loraplex_client.calls import Script
+
+T = TypeVar("T")
 
 _FLAGS = {"router": "--router or LORAPLEX_ADDRESS", "store": "--store or LORAPLEX_STORE_ADDRESS"}
 _OTHER = {"router": "store or a gateway", "store": "router or a gateway"}
@@ -87,6 +91,30 @@ def explained(service: str, address: str) -> Iterator[None]:
         yield
     except LoraplexError as error:
         raise explain(error, service, address) from error
+
+
+async def until_interrupt(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the coroutine's result; Ctrl-C cancels it, and raises KeyboardInterrupt where that ends it.
+
+    asyncio.Runner alone waits on where SIGINT comes just before the loop's select, or to another thread: its handler
+    runs when select returns, which only a loop's own handler makes it do.
+    """
+    loop, task, stopped = asyncio.get_running_loop(), asyncio.current_task(), []
+    if task is None or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return await coroutine
+
+    def stop() -> None:
+        stopped.append(task.cancel())
+
+    loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        return await coroutine
+    except asyncio.CancelledError:
+        if stopped:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def explain(error: LoraplexError, service: str, address: str) -> CommandError:

@@ -399,7 +399,10 @@ def _object(arguments: str) -> Any:
 
 def _end(whole: Generation) -> dict[str, Any]:
     stop = whole.stop if isinstance(whole.stop, str) else None
-    return {"stop_reason": REASONS[whole.finish_reason], "stop_sequence": stop}
+    end: dict[str, Any] = {"stop_reason": REASONS[whole.finish_reason], "stop_sequence": stop}
+    if whole.finish_reason is FinishReason.CONTENT_FILTER:
+        end["stop_details"] = {"type": "refusal", "category": None, "explanation": whole.choices[0].refusal or None}
+    return end
 
 
 class _Events:

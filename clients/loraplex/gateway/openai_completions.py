@@ -317,7 +317,8 @@ class _ChatChunks(_Chunks):
 
 def _end(head: dict[str, Any], index: int, choice: Choice) -> bytes:
     reason = REASONS[choice.finish_reason]
-    return event({**head, "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}]})
+    delta = {"refusal": choice.refusal} if choice.refusal else {}
+    return event({**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}]})
 
 
 _TEXT, _AFTER_TEXT = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]}\n\n'

@@ -78,11 +78,11 @@ class Auditor(Interceptor):
         # Records counts while no further refusals come; called every WINDOW_S.
         self.flush = self._refused.flush
 
-    def refused(self, method: str, principal: Principal | None, error: CallError, peer: str) -> None:
-        """Record a call that was refused."""
+    def refused(self, method: str, principal: Principal | None, error: CallError, peer: str, **values: Any) -> None:
+        """Record a call that was refused, with further values."""
         who = principal.name if principal is not None else ""
         tenant = principal.tenant if principal is not None else ""
-        self._refused.note(who, peer, error.reason, method=short(method), tenant=tenant)
+        self._refused.note(who, peer, error.reason, method=short(method), tenant=tenant, **values)
 
     def close(self) -> None:
         """Record the last counts of refusals, and close the log."""

@@ -37,10 +37,11 @@ from loraplex.router.request import (
     TextPair,
 )
 from loraplex.runtime.rpc.errors import InvalidField, Unavailable
-from loraplex.runtime.rpc.principal import calling_key
+from loraplex.runtime.rpc.principal import calling_key, known_caller
 from loraplex.runtime.rpc.server import channel_options
 from loraplex.runtime.rpc.tls import LiveChannel, TlsFiles, tls_of
 from loraplex.runtime.telemetry.logging import LogOnce
+from loraplex.runtime.tenancy.auditor import Auditor
 from loraplex.runtime.tenancy.guard import is_loopback
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ REASON_CHARACTERS = 300
 TIMEOUT_MS, MOST_TIMEOUT_MS = 500, 60_000
 PROMPTS, ANSWERS = "prompts", "answers"
 _OPEN, _CLOSED = "open", "closed"
+_SERVICE, _REFUSED = pb.DESCRIPTOR.services_by_name["ContentHookService"].full_name, "CONTENT_REFUSED"
 _FILES = ("cert", "key", "ca")
 # The results of checks by decision, as metrics have them; others: the hook is away.
 _RESULTS = {pb.DECISION_ALLOW: "allowed", pb.DECISION_REFUSE: "refused"}
@@ -113,10 +115,10 @@ def _tls(url: SplitResult, options: Mapping[str, str], own: TlsFiles | None) -> 
 
 
 class Hook:
-    """Asks the hook, each time within the timeout, and logs refusals without their texts."""
+    """Asks the hook, each time within the timeout, and tells logs of refusals without their texts."""
 
-    def __init__(self, settings: HookSettings, models: Models, metrics: RouterMetrics) -> None:
-        self.settings, self._models, self._metrics = settings, models, metrics
+    def __init__(self, settings: HookSettings, models: Models, metrics: RouterMetrics, auditor: Auditor) -> None:
+        self.settings, self._models, self._metrics, self._auditor = settings, models, metrics, auditor
         self._channel = LiveChannel(settings.address, settings.tls, channel_options())
         self._log_once = LogOnce(log)
 
@@ -138,7 +140,7 @@ class Hook:
             self._add(asked, prompt, model)
         refusal = await self._ask(PROMPTS, "CheckPrompt", asked)
         if refusal is not None:
-            raise InvalidField(field, refusal, reason="CONTENT_REFUSED")
+            raise InvalidField(field, refusal, reason=_REFUSED)
 
     def answer_check(self, run: Run, answer: Answer, received: Mapping[int, Received] | None) -> AnswerCheck | None:
         """Return the check of a run's answer; `received` is what its client has. None: answers are not checked."""
@@ -181,7 +183,18 @@ class Hook:
         if result == "refused":
             call = asked.call
             log.warning("content refused: %s of %s key=%s request=%s", stage, call.tenant, call.key_id, call.request_id)
-            return str(answer.reason)[:REASON_CHARACTERS] or "its content is refused"
+            refusal = str(answer.reason)[:REASON_CHARACTERS] or "its content is refused"
+            self._auditor.refused(
+                f"{_SERVICE}/{method}",
+                known_caller(),
+                InvalidField(stage, refusal, reason=_REFUSED),
+                "",
+                key=call.key_id,
+                request=call.request_id,
+                model=call.model,
+                adapters=list(call.adapters),
+            )
+            return refusal
         if result == "allowed":
             self._log_once.reset()
         else:
@@ -296,6 +309,6 @@ class AnswerCheck:
         return [Finished(FinishReason.CONTENT_FILTER, choice=number, refusal=reason)]
 
 
-def open_hook(text: str, own: TlsFiles | None, models: Models, metrics: RouterMetrics) -> Hook:
+def open_hook(text: str, own: TlsFiles | None, models: Models, metrics: RouterMetrics, auditor: Auditor) -> Hook:
     """Return the hook of --content-hook. Raises ValueError."""
-    return Hook(read_hook(text, own), models, metrics)
+    return Hook(read_hook(text, own), models, metrics, auditor)

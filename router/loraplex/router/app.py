@@ -215,8 +215,8 @@ class Router:
             usage = import_module(USAGE_EVENTS).UsageLog.open(servers.home, metrics, *targets)
         self.quotas = Quotas(Ledger(servers.home), self.plans, metrics, usage, self.store)
         self.hook: ContentHook | None = None
-        if settings.content_hook:
-            self.hook = import_module(CONTENT_HOOKS).open_hook(settings.content_hook, self.tls, self.models, metrics)
+        if url := settings.content_hook:
+            self.hook = import_module(CONTENT_HOOKS).open_hook(url, self.tls, self.models, metrics, self.auditor)
         self.commands = AdapterCommands(self.models, self.store)
         self.resume_keys = resume_keys_of(settings, servers.home, self.seals)
         self.public = self._make_public_servers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import runpy
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -37,7 +38,10 @@ from loraplex.router.request import (
 from loraplex.router.settings import Settings
 from loraplex.router.text.tokenizer import HashTokenizer
 from loraplex.runtime.rpc.errors import InvalidField, Unavailable
+from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
 from loraplex.runtime.rpc.tls import TlsFiles
+from loraplex.runtime.tenancy.audit_log import AuditLog
+from loraplex.runtime.tenancy.auditor import CALLER_LIMIT, Auditor
 from tests.content_hook import REASON, ContentHook, serving_hook
 from tests.credentials_files import tls_files, write_tls_files
 
@@ -53,8 +57,14 @@ async def service() -> AsyncIterator[ContentHook]:
         yield hook
 
 
-def hook_of(service: ContentHook, options: str = "") -> Hook:
-    return Hook(read_hook(f"grpc://{service.address}{options}", None), MODELS, RouterMetrics())
+def auditor_of(path: str = "") -> Auditor:
+    """An auditor that keeps records in a file, or nowhere."""
+    return Auditor(AuditLog(path, "router", RouterMetrics().audit))
+
+
+def hook_of(service: ContentHook, options: str = "", auditor: Auditor | None = None) -> Hook:
+    settings = read_hook(f"grpc://{service.address}{options}", None)
+    return Hook(settings, MODELS, RouterMetrics(), auditor or auditor_of())
 
 
 def counts(hook: Hook) -> dict[tuple[str, str], float]:
@@ -238,6 +248,35 @@ async def test_reasoning_and_calls_of_tools_are_checked_too(service: ContentHook
     await hook.close()
 
 
+async def test_the_audit_log_has_refusals_with_their_callers_and_without_texts(
+    service: ContentHook, tmp_path: Path
+) -> None:
+    service.word = "w0"
+    auditor = auditor_of(str(tmp_path / "audit.jsonl"))
+    hook = hook_of(service, auditor=auditor)
+    set_caller(Principal("key k1", frozenset({Role.TENANT_USER}), CredentialKind.API_KEY, "acme", "k1"))
+    for _ in range(CALLER_LIMIT):
+        with pytest.raises(InvalidField):
+            await hook.check_prompt(replace(REQUEST, prompt="w0 secret"))
+    await Reader(hook).read(*words(0, PER_PART))
+    await hook.close()
+    auditor.close()
+    records = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    refused = {
+        "event": "refused", "reason": "CONTENT_REFUSED", "method": "ContentHookService/CheckPrompt", "caller": "key k1",
+        "tenant": "acme", "key": "k1", "request": "r1", "model": "tiny", "adapters": ["support"],
+    }  # fmt: skip
+    assert {name: records[1][name] for name in refused} == refused
+    assert [record["event"] for record in records] == [
+        "started",
+        *["refused"] * CALLER_LIMIT,
+        "refused more",
+        "stopped",
+    ]
+    assert records[-2]["reasons"] == {"CONTENT_REFUSED": 1}  # of the answer
+    assert "secret" not in (tmp_path / "audit.jsonl").read_text()
+
+
 async def test_a_hook_that_hangs_in_an_answer_ends_it_unchecked_text_stays(service: ContentHook) -> None:
     service.goes_on.clear()
     closes, opens = hook_of(service, "?timeout_ms=30"), hook_of(service, "?timeout_ms=30&fail=open")
@@ -254,15 +293,20 @@ async def test_the_example_guards_and_takes_certificates(tmp_path: Path) -> None
     port = server.add_secure_port("127.0.0.1:0", guards.server_credentials(client_certificates=True))
     await server.start()
     cert, key, ca = write_tls_files(tmp_path, "loraplex://router/r1")
-    own = Hook(read_hook(f"grpcs://127.0.0.1:{port}?cert={cert}&key={key}&ca={ca}", None), MODELS, RouterMetrics())
-    hook = Hook(read_hook(f"grpcs://127.0.0.1:{port}", TlsFiles(cert, key, ca)), MODELS, RouterMetrics())
+    own = Hook(
+        read_hook(f"grpcs://127.0.0.1:{port}?cert={cert}&key={key}&ca={ca}", None),
+        MODELS,
+        RouterMetrics(),
+        auditor_of(),
+    )
+    hook = Hook(read_hook(f"grpcs://127.0.0.1:{port}", TlsFiles(cert, key, ca)), MODELS, RouterMetrics(), auditor_of())
     await own.check_prompt(REQUEST)
     with pytest.raises(InvalidField, match="no passwords, please"):
         await hook.check_prompt(replace(REQUEST, prompt="Tell me the Password"))
     refused = Finished(FinishReason.CONTENT_FILTER, refusal="no passwords, please")
     assert await Reader(hook).read(Delta(0, (1,), "The password is"), END) == [refused]
     assert await Reader(hook).read(Delta(0, (1,), "No"), END) == [Delta(0, (1,), "No"), END]
-    plain = Hook(read_hook(f"grpc://127.0.0.1:{port}", None), MODELS, RouterMetrics())
+    plain = Hook(read_hook(f"grpc://127.0.0.1:{port}", None), MODELS, RouterMetrics(), auditor_of())
     with pytest.raises(Unavailable):
         await plain.check_prompt(REQUEST)
     await asyncio.gather(own.close(), hook.close(), plain.close())
