@@ -87,6 +87,7 @@ TESTS.contracts := artifacts broker grammars
 TESTS.router := router
 TESTS.usage_events := router/usage_events
 TESTS.content_hooks := router/content_hooks
+TESTS.tool_calls := router/generation router/text
 TESTS.decisions := e2e/gateway/test_decisions.py
 TESTS.rerank := router/rerank e2e/gateway/test_rerank.py e2e/test_rerankers.py
 TESTS.worker := worker/io worker/engine/scheduling worker/engine/test_engine_process.py
@@ -110,6 +111,7 @@ $(foreach room,encoders model_tools,$(eval BELOW.$(room) := worker))
 BELOW.usage_events := router
 BELOW.content_hooks := router
 BELOW.decisions := router
+BELOW.tool_calls := router
 BELOW.rerank := decisions
 
 # Tests that start no cluster and no model; of ROOM all of its own.

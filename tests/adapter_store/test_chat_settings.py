@@ -22,7 +22,7 @@ from loraplex.runtime.rpc.errors import NotFound
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
 
-CHAT = {"template": "{{ messages }}", "system_prompt": "Be Acme.", "tool_calls": "hermes"}
+CHAT: dict[str, Any] = {"template": "{{ messages }}", "system_prompt": "Be Acme.", "tool_calls": "hermes"}
 
 
 async def test_a_router_reads_an_adapter_s_settings_once(
@@ -87,7 +87,10 @@ async def test_calls_at_the_same_time_share_a_reading() -> None:
     ("value", "words"),
     [
         ("hermes", "loraplex_chat: is not a JSON object"),
-        ({"templates": "x"}, "loraplex_chat.templates: is none of template, tool_template, system_prompt, tool_calls"),
+        (
+            {"templates": "x"},
+            "loraplex_chat.templates: is none of template, tool_template, system_prompt, ",
+        ),
         ({"template": 1}, "loraplex_chat.template: is not a text"),
         ({"template": "x" * 300_000}, "loraplex_chat.template: is larger than"),
         ({"tool_calls": "xml"}, "loraplex_chat.tool_calls: 'xml' is none of"),

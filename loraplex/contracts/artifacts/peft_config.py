@@ -20,7 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
@@ -31,6 +30,7 @@ from loraplex.contracts.artifacts.added_tokens import (
     parse_added_tokens,
     parse_end_tokens,
 )
+from loraplex.contracts.artifacts.chat_formats import CALLS, NO_CALLS, CallFormat, ReasoningFormat, parse_format
 from loraplex.contracts.artifacts.families import HEAD, is_inner
 from loraplex.contracts.artifacts.fitness import PROMPTS_FIELD, parse_prompts
 
@@ -213,26 +213,18 @@ def _shown(pattern: str) -> str:
     return pattern if len(pattern) <= 80 else pattern[:80] + "..."
 
 
-class ToolCallFormat(StrEnum):
-    """The text that a model writes to call a tool; NONE: calls are not looked for."""
-
-    HERMES = "hermes"
-    LLAMA3 = "llama3"
-    MISTRAL = "mistral"
-    NONE = "none"
-
-
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """Jinja templates, the second for chats with tools, a system prompt for chats without one, and the format of calls.
+    """Jinja templates, the second for chats with tools, a system prompt for chats without one, and formats of answers.
 
-    An empty one is not set.
+    An empty one is not set. The format of calls is the name of a known one, or itself.
     """
 
     template: str = ""
     tool_template: str = ""
     system_prompt: str = ""
-    tool_calls: str = ""
+    tool_calls: str | CallFormat = ""
+    reasoning: ReasoningFormat | None = None
 
 
 def parse_chat_settings(value: Any) -> ChatSettings:
@@ -242,21 +234,25 @@ def parse_chat_settings(value: Any) -> ChatSettings:
     if not isinstance(value, dict):
         raise ArtifactError(CHAT_FIELD, "is not a JSON object")
     names = [field.name for field in fields(ChatSettings)]
+    own = dict(value)
     for key, text in value.items():
+        field = f"{CHAT_FIELD}.{key}"[:200]
         if key not in names:
-            raise MismatchError(f"{CHAT_FIELD}.{key}"[:200], f"is none of {', '.join(names)}")
+            raise MismatchError(field, f"is none of {', '.join(names)}")
+        if key == "reasoning" or (key == "tool_calls" and isinstance(text, dict)):
+            own[key] = parse_format(field, text, ReasoningFormat if key == "reasoning" else CallFormat)
+            continue
         if not isinstance(text, str):
-            raise ArtifactError(f"{CHAT_FIELD}.{key}", "is not a text")
+            raise ArtifactError(field, "is not a text")
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise ArtifactError(f"{CHAT_FIELD}.{key}", "has half of a surrogate pair, which is no character") from None
+            raise ArtifactError(field, "has half of a surrogate pair, which is no character") from None
         if size > _SETTING_BYTES:
-            raise ArtifactError(f"{CHAT_FIELD}.{key}", f"is larger than {_SETTING_BYTES} bytes")
-    formats = [tool_format.value for tool_format in ToolCallFormat]
-    if value.get("tool_calls", "none") not in formats:
-        raise MismatchError(f"{CHAT_FIELD}.tool_calls", f"{value['tool_calls']!r} is none of {', '.join(formats)}")
-    return ChatSettings(**value)
+            raise ArtifactError(field, f"is larger than {_SETTING_BYTES} bytes")
+    if isinstance(name := own.get("tool_calls", NO_CALLS), str) and name not in (*CALLS, NO_CALLS):
+        raise MismatchError(f"{CHAT_FIELD}.tool_calls", f"{name!r} is none of {', '.join((*CALLS, NO_CALLS))}")
+    return ChatSettings(**own)
 
 
 def parse_max_tokens(value: Any) -> int:

@@ -64,7 +64,7 @@ def regex_grammar(pattern: str, path: str = "regex") -> str:
     _check_size(path, pattern)
     if not pattern:
         raise GrammarError(path, "is empty")
-    return f"{HEADER}start: /{_in_slashes(pattern)}/\n"
+    return f"{HEADER}start: /{in_slashes(pattern)}/\n"
 
 
 def choices_grammar(values: Sequence[str], path: str = "choices.values") -> str:
@@ -89,9 +89,9 @@ def lark_grammar(text: str, path: str = "grammar") -> str:
 _NESTED = f"%lark {{\n{HEADER}"
 
 
-def behind_reasoning(start: str, grammar: str) -> str:
-    """Return the grammar of a format with reasoning in front; `start` has the rules for it, which use `answer`."""
-    return f"{HEADER}{start}answer: {_NESTED}{grammar.removeprefix(HEADER)}}}\n"
+def behind_reasoning(start: str, grammar: str, rule: str = "answer") -> str:
+    """Return the grammar of a format with reasoning in front; `start` has the rules for it, which use `rule`."""
+    return f"{HEADER}{start}{rule}: {_NESTED}{grammar.removeprefix(HEADER)}}}\n"
 
 
 def format_alone(grammar: str) -> str:
@@ -127,8 +127,8 @@ def _check_size(path: str, text: str) -> None:
         raise GrammarError(path, f"{len(text.encode())} bytes; at most {FORMAT_BYTES}")
 
 
-def _in_slashes(pattern: str) -> str:
-    """Escape what would end the regex in a Lark text: slashes and line ends."""
+def in_slashes(pattern: str) -> str:
+    """Return a regex without what would end it in a Lark text: slashes and line ends."""
     return _ENDING.sub(lambda match: _ESCAPED.get(match[0], match[0]), pattern)
 
 

@@ -30,7 +30,7 @@ _NICE = 5
 _STEPS = 32
 # A part of a schema, with its path.
 Part = tuple[str, dict[str, Any]]
-_SCHEMA = re.compile(r"(?:^(?:(?P<start>start)|arguments_(?P<tool>\d+)): )?%json (?=\{)", re.MULTILINE)
+_SCHEMA = re.compile(r"(?:^(?:(?P<start>start)|arguments_(?P<tool>\d+)\w*): )?%json (?=\{)", re.MULTILINE)
 # Parts of a schema that any of its parts may need.
 _SHARED = ("$defs", "definitions", "x-guidance")
 
@@ -56,13 +56,13 @@ def main() -> None:
 
 def prove(vocabulary: LLTokenizer, grammar: str) -> dict[str, str]:
     """Compile a grammar and make the beginning of an answer; return an error, and where it is in a schema."""
-    alone = format_alone(grammar)
-    try:
-        for each in dict.fromkeys((alone, grammar)):  # an answer that begins with reasoning proves little of its format
+    # An answer that begins with reasoning, or with a call, proves little of its format.
+    for each in dict.fromkeys((format_alone(grammar), grammar)):
+        try:
             _begin_answer(compile_grammar(vocabulary, each))
-    except GrammarError as error:
-        path, message = find_place(partial(_error_of, vocabulary), alone, error.message)
-        return {"path": path, "error": message}
+        except GrammarError as error:
+            path, message = find_place(partial(_error_of, vocabulary), each, error.message)
+            return {"path": path, "error": message}
     return {}
 
 

@@ -22,6 +22,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2 as engine
 from smg_grpc_proto.generated import common_pb2 as common
 
+from loraplex.contracts.artifacts.chat_formats import REASONING
 from loraplex.contracts.options import LOGIT_BIASES, FinishReason, TokenLogprobs
 from loraplex.engine_protocols.block_feed import MOST_AT_ONCE, BlockEvent, FollowedBlock
 from loraplex.router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, check_most, read_spec
@@ -29,7 +30,6 @@ from loraplex.router.api.encoding import read_embed
 from loraplex.router.catalog.models import Models
 from loraplex.router.generation.chat_format import behind_open_block
 from loraplex.router.request import DEFAULT_MAX_TOKENS, Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
-from loraplex.router.text.chat import REASONING
 from loraplex.router.text.tokenizer import ModelTokenizer, PromptTokenizer
 from loraplex.runtime.rpc.errors import InvalidField, NotBuilt
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
@@ -252,9 +252,9 @@ def _check_size(request: Request, prompt: int, default_max_tokens: int) -> None:
 
 def reasoning_end(tokenizer: ModelTokenizer) -> int:
     """Return the token that ends a model's reasoning. Raises NotBuilt for a model that has none."""
-    for _, mark in REASONING:
+    for form in REASONING:
         try:
-            ids = tokenizer.tokenize(mark, special_tokens=False)
+            ids = tokenizer.tokenize(form.closes, special_tokens=False)
         except InvalidField:  # a model without a tokenizer
             break
         if len(ids) == 1:

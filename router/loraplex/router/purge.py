@@ -30,7 +30,7 @@ from loraplex.router.catalog.store_client import StoreClient
 from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.relay import WorkerForgets
 from loraplex.router.generation.admission import GrammarProofs
-from loraplex.router.generation.chat_format import forget_tools
+from loraplex.router.generation.chat_format import tool_calls
 from loraplex.router.generation.rollouts import Rollouts
 from loraplex.router.quotas.quotas import Quotas
 from loraplex.router.text.tokenizer import PromptTokenizer
@@ -70,7 +70,7 @@ class RouterData:
         names = self.store.forget_tenant(tenant) + self.rollouts.forget_tenant(tenant)
         settings = self.configs.forget_tenant(tenant)
         forget_warnings()
-        texts = forget_formats() + forget_tools() + self.proofs.forget() + self.prompts.forget()
+        texts = forget_formats() + tool_calls().forget_tools() + self.proofs.forget() + self.prompts.forget()
         await self.quotas.forget_tenant()
         return [
             relay_pb2.Removal(place="jobs", removed=ended, left=open_jobs),

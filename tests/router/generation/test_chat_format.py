@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from loraplex.contracts.artifacts.peft_config import ToolCallFormat
+from loraplex.contracts.artifacts.chat_formats import CALLS, REASONING
 from loraplex.contracts.grammars.build import choices_grammar, format_alone, json_grammar, lark_grammar, regex_grammar
 from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary, read_vocabulary
 from loraplex.contracts.grammars.prove import prove
@@ -54,7 +54,7 @@ def test_an_answer_without_tools_and_reasoning_is_text() -> None:
 )
 def test_an_answer_begins_in_the_reasoning_that_the_prompt_opens(prompt: str, is_open: bool) -> None:
     found = chat_format(WITH_TOOLS, THINKING, TEXT, ids(prompt), "r")
-    assert found == ChatFormat(ToolCallFormat.HERMES, frozenset({"now"}), ("<think>", "</think>"), is_open, "r")
+    assert found == ChatFormat(CALLS["hermes"], {"now": {}}, REASONING[-1], is_open, "r")
 
 
 def test_a_continued_message_may_have_opened_its_reasoning_long_ago() -> None:
@@ -69,7 +69,7 @@ def test_a_call_that_is_asked_for_needs_a_known_format() -> None:
     with pytest.raises(InvalidField) as caught:
         call_grammar(REQUIRED, ChatTemplate("{{ tools }}"), TEXT, ids("x"))
     assert (caught.value.field, caught.value.reason) == ("chat.tool_choice", "UNKNOWN_CALL_FORMAT")
-    named = ChatTemplate("{{ tools }}", named_format="hermes")
+    named = ChatTemplate("{{ tools }}", calls="hermes")
     assert "<tool_call>" in call_grammar(REQUIRED, named, TEXT, ids("x")).text
 
 

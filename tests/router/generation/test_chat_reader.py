@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from loraplex.contracts.artifacts.peft_config import ToolCallFormat
+from loraplex.contracts.artifacts.chat_formats import CALLS
+from loraplex.contracts.artifacts.chat_formats import REASONING as FORMATS
 from loraplex.contracts.options import FinishReason
 from loraplex.router.generation.answer import ChoiceAnswer, ResumeFilter
 from loraplex.router.generation.chat_reader import ChatFormat, ChatReader
@@ -16,13 +17,14 @@ from loraplex.router.request import Delta
 from loraplex.router.text.file_tokenizer import FileTokenizer
 from loraplex.router.text.tokenizer import HashTokenizer
 
-NAMES = frozenset({"weather", "now"})
-HERMES = ChatFormat(ToolCallFormat.HERMES, NAMES)
-LLAMA3 = ChatFormat(ToolCallFormat.LLAMA3, NAMES)
-MISTRAL = ChatFormat(ToolCallFormat.MISTRAL, NAMES)
-THINK = ("<think>", "</think>")
+TOOLS: dict[str, dict[str, frozenset[str]]] = {"weather": {"city": frozenset({"string"})}, "now": {}}
+HERMES = ChatFormat(CALLS["hermes"], TOOLS)
+LLAMA3 = ChatFormat(CALLS["llama3"], TOOLS)
+MISTRAL = ChatFormat(CALLS["mistral"], TOOLS)
+THINK = next(form for form in FORMATS if form.opens == "<think>" and not form.hides)
+MISTRAL_ARGS = ChatFormat(CALLS["mistral_args"], TOOLS)
 REASONING = ChatFormat(reasoning=THINK)
-BOTH = ChatFormat(ToolCallFormat.HERMES, NAMES, THINK, begins_in_reasoning=True)
+BOTH = ChatFormat(CALLS["hermes"], TOOLS, THINK, begins_in_reasoning=True)
 BERN = '{"city": "Bern \\"}{[\\\\", "days": [1, {"a": 2}]}'
 
 
@@ -80,7 +82,7 @@ CASES = [
     (LLAMA3, "<|python_tag|>print(1)", Told("<|python_tag|>print(1)", "", [])),
     (MISTRAL, '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "f", "arguments": {"a": [1]}, "id": "x"}]',
      Told("", "", [("now", "{}"), ("f", '{"a": [1]}')])),
-    (MISTRAL, 'Well.[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}',
+    (MISTRAL_ARGS, 'Well.[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}',
      Told("Well.", "", [("now", "{}"), ("f", '{"a": 1}')])),
     (MISTRAL, "[TOOL_CALLS] nothing like it", Told("[TOOL_CALLS] nothing like it", "", [])),
     (MISTRAL, "[1, 2] [TOOL", Told("[1, 2] [TOOL", "", [])),
@@ -128,8 +130,8 @@ def test_random_answers_are_text_or_calls_in_any_pieces() -> None:
              '"now"', '"arguments": {', "<think>", "</think>"]  # fmt: skip
     for _ in range(400):
         text = "".join(rng.choices(words, k=rng.randrange(1, 25)))
-        tools = rng.choice([HERMES, LLAMA3, MISTRAL])
-        chat_format = ChatFormat(tools.tool_calls, NAMES, rng.choice([None, THINK]), call_seed="r")
+        tools = rng.choice([HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS])
+        chat_format = ChatFormat(tools.calls, TOOLS, rng.choice([None, THINK]), call_seed="r")
         pieces: list[str] = []
         while len("".join(pieces)) < len(text):
             at = len("".join(pieces))
@@ -191,7 +193,7 @@ def test_ids_of_calls_are_unlike_each_other_and_the_same_again() -> None:
     text = '<tool_call>{"name": "now"}</tool_call>' * 2
 
     def ids(seed: str, choice: int) -> list[str]:
-        reader = ChatReader(ChatFormat(ToolCallFormat.HERMES, NAMES, call_seed=seed), choice)
+        reader = ChatReader(ChatFormat(CALLS["hermes"], TOOLS, call_seed=seed), choice)
         return [part.id for part in reader.feed(text).tool_calls]
 
     assert ids("r", 0) == ids("r", 0)
@@ -209,8 +211,8 @@ def test_marks_that_are_special_tokens_reach_the_reader() -> None:
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<end>", "[TOOL_CALLS]", "[ARGS]")])
     text = FileTokenizer({"tokenizer.json": tokenizer.to_str().encode()})
     ids = text.tokenize("hé<end>[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]f[ARGS]{}", special_tokens=False)
-    stream = text.stream([], skip_special_tokens=True, marks=MISTRAL.marks)
-    answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(MISTRAL)))
+    stream = text.stream([], skip_special_tokens=True, marks=MISTRAL_ARGS.marks)
+    answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(MISTRAL_ARGS)))
     delta, _ = answer.push(ids, FinishReason.LENGTH)
     assert delta is not None
     assert delta.token_ids == tuple(ids)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from loraplex.contracts.artifacts.peft_config import ToolCallFormat
+from loraplex.contracts.artifacts.chat_formats import CALLS, REASONING
 from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary
 from loraplex.contracts.grammars.prove import prove
-from loraplex.router.generation.chat_format import CallGrammar, CallSyntax, free_parts, tool_grammar
+from loraplex.router.generation.chat_format import CallGrammar, CallSyntax
 from loraplex.router.generation.chat_reader import ChatFormat, ChatReader
 from loraplex.router.request import Chat, ChatMessage, Tool, ToolCallDelta, ToolMode
 from loraplex.runtime.rpc.errors import InvalidField
+from loraplex.tool_calls import free_parts, tool_grammar
 
 SCHEMAS = {
     "weather": {
@@ -51,20 +52,21 @@ TOKEN_IDS = {text: token_id for token_id, text in SPECIAL.items()}
 VOCABULARY = proof_vocabulary(300, SPECIAL)
 NAMES = frozenset(tool.name for tool in TOOLS)
 SYNTAXES = {
-    "hermes": CallSyntax(ToolCallFormat.HERMES, {}),
-    "hermes, thinking": CallSyntax(ToolCallFormat.HERMES, {}, False, "<think>", "</think>"),
-    "hermes, in thought": CallSyntax(ToolCallFormat.HERMES, TOKEN_IDS, False, "", "</think>"),
-    "llama3": CallSyntax(ToolCallFormat.LLAMA3, TOKEN_IDS),
-    "llama3 without tag": CallSyntax(ToolCallFormat.LLAMA3, {}),
-    "mistral": CallSyntax(ToolCallFormat.MISTRAL, TOKEN_IDS),
-    "mistral, named": CallSyntax(ToolCallFormat.MISTRAL, TOKEN_IDS, True),
-    "mistral in text": CallSyntax(ToolCallFormat.MISTRAL, {}, True),
+    "hermes": CallSyntax(CALLS["hermes"], {}),
+    "hermes, thinking": CallSyntax(CALLS["hermes"], {}, "<think>", "</think>"),
+    "hermes, in thought": CallSyntax(CALLS["hermes"], TOKEN_IDS, "", "</think>"),
+    "llama3": CallSyntax(CALLS["llama3"], TOKEN_IDS),
+    "llama3 without tag": CallSyntax(CALLS["llama3"], {}),
+    "mistral": CallSyntax(CALLS["mistral"], TOKEN_IDS),
+    "mistral, named": CallSyntax(CALLS["mistral_args"], TOKEN_IDS),
+    "mistral in text": CallSyntax(CALLS["mistral_args"], {}),
 }
 # Beginnings that a random model does not find.
 BEGINNINGS = {
-    ToolCallFormat.HERMES: "So: <tool_call>",
-    ToolCallFormat.LLAMA3: "{",
-    ToolCallFormat.MISTRAL: "So: [TOOL_CALLS]",
+    "hermes": "So: <tool_call>",
+    "llama3": "{",
+    "mistral": "So: [TOOL_CALLS]",
+    "mistral_args": "So: [TOOL_CALLS]",
 }
 
 
@@ -118,15 +120,16 @@ def test_every_call_of_a_random_model_parses(name: str, several: bool) -> None:
     seed = 5
     print(f"seed {seed}")
     rng = random.Random(seed)
-    reasoning = ("<think>", "</think>") if syntax.ends_reasoning else None
+    assert syntax.calls is not None
+    reasoning = REASONING[-1] if syntax.ends_reasoning else None
     in_thought = bool(syntax.ends_reasoning and not syntax.begins_reasoning)
-    chat_format = ChatFormat(syntax.tool_format, NAMES, reasoning, begins_in_reasoning=in_thought)
+    chat_format = ChatFormat(syntax.calls, {name: {} for name in NAMES}, reasoning, begins_in_reasoning=in_thought)
     found = 0
     for mode in (ToolMode.REQUIRED, ToolMode.AUTO):
         grammar = tool_grammar(chat(mode, parallel_tool_calls=several), syntax).text
         for _ in range(6):
             beginning = "Hm. </think>\n\n" if in_thought else ""
-            beginning += BEGINNINGS[syntax.tool_format] if mode is ToolMode.AUTO else ""
+            beginning += BEGINNINGS[syntax.calls.name] if mode is ToolMode.AUTO else ""
             text, ended = answer(grammar, rng, ids_of(beginning, syntax), 600)
             reader = ChatReader(chat_format)
             parts = reader.feed(text)

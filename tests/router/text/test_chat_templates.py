@@ -256,6 +256,11 @@ async def test_a_child_that_gets_no_processor_is_given_up() -> None:
     renderer.close()
 
 
+def name_of(template: ChatTemplate, asked: Chat) -> str:
+    form = template.call_format(asked)
+    return form.name if form else ""
+
+
 def test_the_template_among_a_model_s_files() -> None:
     config = {"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}],
               "eos_token": {"content": "<end>"}, "loraplex_chat": {"tool_calls": "llama3"}}  # fmt: skip
@@ -264,9 +269,9 @@ def test_the_template_among_a_model_s_files() -> None:
     assert template.tokens == {"bos_token": "<s>", "eos_token": "<end>"}
     with_tools = chat({"messages": [USER], "tools": TOOLS})
     assert (template.source_for(chat({"messages": [USER]})), template.source_for(with_tools)) == ("a", "b")
-    assert template.tool_format(with_tools) == "llama3"
+    assert name_of(template, with_tools) == "llama3"
     own = template.with_settings(ChatSettings(template="<tool_call>"))
-    assert (own.source_for(with_tools), own.tool_format(with_tools)) == ("<tool_call>", "hermes")
+    assert (own.source_for(with_tools), name_of(own, with_tools)) == ("<tool_call>", "hermes")
     assert ChatTemplate.of_files(files | {"chat_template.jinja": b"c"}).source_for(with_tools) == "c"
     beside = ChatTemplate.of_files({"chat_template.jinja": b"c", "tool_use.jinja": b"d"})
     assert (beside.source_for(chat({"messages": [USER]})), beside.source_for(with_tools)) == ("c", "d")
@@ -280,10 +285,11 @@ def test_the_template_among_a_model_s_files() -> None:
 
 def test_the_families_formats_are_known_by_their_templates() -> None:
     asked = chat({"messages": [USER], "tools": TOOLS})
-    formats = {family: ChatTemplate(source).tool_format(asked).value for family, source in FAMILIES.items()}
-    assert {family: found for family, found in formats.items() if found != "none"} == {
+    formats = {family: name_of(ChatTemplate(source), asked) for family, source in FAMILIES.items()}
+    assert {family: found for family, found in formats.items() if found} == {
         "hermes": "hermes", "qwen2": "hermes", "qwen3": "hermes", "smollm3": "hermes", "llama3": "llama3",
-        "mistral": "mistral", "mistral_v13": "mistral",
+        "mistral": "mistral", "mistral_v13": "mistral_args", "granite": "granite",
+        "command_r": "command_r", "phi3": "phi4_mini",
     }  # fmt: skip
-    reasoning = {family for family, source in FAMILIES.items() if ChatTemplate(source).reasoning_marks(asked)}
+    reasoning = {family for family, source in FAMILIES.items() if ChatTemplate(source).reasoning_format(asked)}
     assert reasoning == {"qwen3", "deepseek_r1", "smollm3"}

@@ -28,7 +28,7 @@ from loraplex.router.catalog.adapters import (
 from loraplex.router.catalog.models import Models, ServedModel
 from loraplex.router.catalog.store_client import Manifest, StoreClient
 from loraplex.router.dispatch.links import RelayReach
-from loraplex.router.generation.chat_format import CallGrammar, call_grammar, chat_format, format_grammar, free_parts
+from loraplex.router.generation.chat_format import CallGrammar, call_grammar, chat_format, tool_calls
 from loraplex.router.generation.chat_reader import ChatFormat
 from loraplex.router.generation.resume import Resumption
 from loraplex.router.generation.rollouts import Side, choose_side
@@ -181,14 +181,17 @@ class Admission:
         Raises InvalidField.
         """
         request = run.request
+        chat = request.prompt if isinstance(request.prompt, Chat) and request.prompt.tools else None
+        if chat and request.grammar:
+            await self.proofs.check(request.grammar, request.format_field, request.tenant, model.manifest)
         while True:
             try:
-                field = request.format_field or "chat.tools"
+                field = "chat.tools" if chat else request.format_field
                 return await self.proofs.check(run.job.grammar, field, request.tenant, model.manifest)
             except InvalidField as error:
-                if request.format_field or not isinstance(request.prompt, Chat):
+                if chat is None:
                     raise
-                free = free_parts(request.prompt, run.calls.free, error)
+                free = tool_calls().free_parts(chat, run.calls.free, error)
             _, run.calls = await self._formats(request, model, run.job.prompt_ids, free)
             run.job = replace(run.job, grammar=run.calls.text)
 
@@ -378,8 +381,6 @@ class Admission:
         default = model.default_max_tokens(request.stopping.default_max_tokens)
         options = _resolved(request, context, default)
         if isinstance(prompt, Chat):
-            if prompt.tools and request.grammar:
-                raise InvalidField("chat.tools", f"cannot be used with {request.format_field}")
             now = request.rendered_at_s or time.time()
             return await self.prompts.tokenize_chat(
                 model.tokenizer, model.template, prompt, tenant, context, now, options
@@ -410,10 +411,8 @@ class Admission:
 
         def make() -> tuple[ChatFormat | None, CallGrammar]:
             form = chat_format(chat, template, tokenizer, prompt_ids, request.request_id)
-            if chat.tools:
-                return form, call_grammar(chat, template, tokenizer, prompt_ids, request.tenant, free)
-            grammar = request.grammar
-            return form, CallGrammar(grammar and format_grammar(chat, template, tokenizer, prompt_ids, grammar))
+            answer = request.grammar
+            return form, call_grammar(chat, template, tokenizer, prompt_ids, request.tenant, free, answer)
 
         if chat.tools:  # the schemas of many take tens of milliseconds
             return await self.prompts.in_turn(request.tenant, make)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.contracts.artifacts.peft_config import CHAT_FIELD, ChatSettings, ToolCallFormat, parse_chat_settings
+from loraplex.contracts.artifacts.chat_formats import CALLS, REASONING, CallFormat, ReasoningFormat
+from loraplex.contracts.artifacts.peft_config import CHAT_FIELD, ChatSettings, parse_chat_settings
 from loraplex.router.request import Chat, ChatMessage, Tool, ToolCall
 from loraplex.runtime.rpc.children.pool import CHILDREN, WALL_S, ChildDiedError, ChildPool
 from loraplex.runtime.rpc.errors import InvalidField
@@ -53,16 +54,6 @@ class TemplateRenderer:
 
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Texts around a reasoning block, as templates write them.
-REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-# Texts of a template that tell the format of its calls; the first whose texts are all there counts.
-_FORMATS = (
-    (("[TOOL_CALLS]",), ToolCallFormat.MISTRAL),
-    (("<function=",), ToolCallFormat.NONE),  # calls in XML, inside of <tool_call> too
-    (("<tool_call>",), ToolCallFormat.HERMES),
-    (("<|python_tag|>",), ToolCallFormat.LLAMA3),
-    (("<|start_header_id|>", '"parameters"'), ToolCallFormat.LLAMA3),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +64,9 @@ class ChatTemplate:
     tool_source: str = ""
     tokens: Mapping[str, str] = field(default_factory=dict)
     system_prompt: str = ""
-    # The format that the configuration names; empty: the template shows it.
-    named_format: str = ""
+    # The formats that the configuration names or has; empty or None: the template shows them.
+    calls: str | CallFormat = ""
+    reasoning: ReasoningFormat | None = None
 
     @classmethod
     def of_files(cls, files: Mapping[str, bytes]) -> ChatTemplate:
@@ -106,7 +98,8 @@ class ChatTemplate:
             tool_source=settings.tool_template or (self.tool_source if not settings.template else ""),
             tokens={**self.tokens, "eos_token": eos_token} if eos_token else self.tokens,
             system_prompt=settings.system_prompt or self.system_prompt,
-            named_format=settings.tool_calls or ("" if settings.template else self.named_format),
+            calls=settings.tool_calls or ("" if settings.template else self.calls),
+            reasoning=settings.reasoning or (None if settings.template else self.reasoning),
         )
 
     def source_for(self, chat: Chat) -> str:
@@ -122,18 +115,20 @@ class ChatTemplate:
             chat = replace(chat, messages=(ChatMessage("system", self.system_prompt), *chat.messages))
         return TemplateCall(self.source_for(chat), self.tokens, chat, now, limit)
 
-    def tool_format(self, chat: Chat) -> ToolCallFormat:
-        """Return the format in which the model calls tools."""
-        if self.named_format:
-            return ToolCallFormat(self.named_format)
-        source = self.source_for(chat)
-        shown = (tool_format for texts, tool_format in _FORMATS if all(text in source for text in texts))
-        return next(shown, ToolCallFormat.NONE)
+    def call_format(self, chat: Chat) -> CallFormat | None:
+        """Return the format in which the model calls tools; of a family's formats the one that the template shows."""
+        if isinstance(self.calls, CallFormat):
+            return self.calls
+        shown = [form for form in CALLS.values() if form.is_shown(self.source_for(chat))]
+        if self.calls:
+            shown = [form for form in shown if form.name.startswith(f"{self.calls}_")]
+            return (*shown, CALLS.get(self.calls))[0]
+        return shown[0] if shown else None
 
-    def reasoning_marks(self, chat: Chat) -> tuple[str, str] | None:
+    def reasoning_format(self, chat: Chat) -> ReasoningFormat | None:
         """Return the texts around a reasoning block; None where the template knows no such blocks."""
         source = self.source_for(chat)
-        return next((marks for marks in REASONING if marks[1] in source), None)
+        return self.reasoning or next((form for form in REASONING if form.is_shown(source)), None)
 
 
 def tokenizer_config(files: Mapping[str, bytes], template: ChatTemplate) -> str:
