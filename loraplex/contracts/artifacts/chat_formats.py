@@ -89,7 +89,7 @@ class _Table(msgspec.Struct, frozen=True):
 
 _TABLE = msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=_Table)
 CALLS = {name: msgspec.structs.replace(form, name=name) for name, form in _TABLE.calls.items()}
-REASONING = tuple(_TABLE.reasoning.values())
+REASONING = tuple(msgspec.structs.replace(form, name=name) for name, form in _TABLE.reasoning.items())
 F = TypeVar("F", bound=_Format)
 # The name of a format that looks for no calls.
 NO_CALLS = "none"

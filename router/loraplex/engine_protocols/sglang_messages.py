@@ -252,7 +252,9 @@ def _check_size(request: Request, prompt: int, default_max_tokens: int) -> None:
 
 def reasoning_end(tokenizer: ModelTokenizer) -> int:
     """Return the token that ends a model's reasoning. Raises NotBuilt for a model that has none."""
-    for form in REASONING:
+    source = tokenizer.chat.source
+    # What the template shows comes first, and what stands in every answer, as gpt-oss's channels do, last.
+    for form in sorted(REASONING, key=lambda one: (not one.is_shown(source), one.anywhere)):
         try:
             ids = tokenizer.tokenize(form.closes, special_tokens=False)
         except InvalidField:  # a model without a tokenizer

@@ -16,6 +16,7 @@ import pytest
 from loraplex.contracts.artifacts.generation_config import UNSAID, GenerationConfig
 from loraplex.engine_protocols.sglang_messages import ReasoningCount, reasoning_end
 from loraplex.router.catalog.store_client import Manifest
+from loraplex.router.text.chat import ChatTemplate
 from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer
 from loraplex.runtime.rpc.errors import InvalidField, NotBuilt
 
@@ -84,7 +85,9 @@ async def test_calls_at_the_same_time_share_a_zip(monkeypatch: pytest.MonkeyPatc
 
 
 def test_reasoning_is_counted_to_the_token_that_ends_it() -> None:
-    thinks: Any = SimpleNamespace(tokenize=lambda mark, special_tokens: [9] if mark == "</think>" else [1, 2])
+    thinks: Any = SimpleNamespace(
+        chat=ChatTemplate(), tokenize=lambda mark, special_tokens: [9] if mark == "</think>" else [1, 2]
+    )
     assert reasoning_end(thinks) == 9
     for text in (HashTokenizer(), ModelTokenizer()):
         with pytest.raises(NotBuilt):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from loraplex.contracts.artifacts.chat_formats import CALLS, REASONING
+from loraplex.contracts.artifacts.chat_formats import CALLS
 from loraplex.contracts.grammars.build import choices_grammar, format_alone, json_grammar, lark_grammar, regex_grammar
 from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary, read_vocabulary
 from loraplex.contracts.grammars.prove import prove
@@ -27,6 +27,7 @@ from loraplex.router.text.file_tokenizer import FileTokenizer
 from loraplex.router.text.tokenizer import HashTokenizer
 from loraplex.runtime.rpc.errors import InvalidField
 from tests.grammars.test_formats import accepts
+from tests.router.generation.test_chat_reader import THINK
 from tests.router.generation.test_tool_grammar import SCHEMAS, TOOLS, calls_of
 from tests.router.small_tokenizers import id_of, tokenizer_of
 
@@ -54,7 +55,7 @@ def test_an_answer_without_tools_and_reasoning_is_text() -> None:
 )
 def test_an_answer_begins_in_the_reasoning_that_the_prompt_opens(prompt: str, is_open: bool) -> None:
     found = chat_format(WITH_TOOLS, THINKING, TEXT, ids(prompt), "r")
-    assert found == ChatFormat(CALLS["hermes"], {"now": {}}, REASONING[-1], is_open, "r")
+    assert found == ChatFormat(CALLS["hermes"], {"now": {}}, THINK, is_open, "r")
 
 
 def test_a_continued_message_may_have_opened_its_reasoning_long_ago() -> None:

@@ -21,7 +21,7 @@ TOOLS: dict[str, dict[str, frozenset[str]]] = {"weather": {"city": frozenset({"s
 HERMES = ChatFormat(CALLS["hermes"], TOOLS)
 LLAMA3 = ChatFormat(CALLS["llama3"], TOOLS)
 MISTRAL = ChatFormat(CALLS["mistral"], TOOLS)
-THINK = next(form for form in FORMATS if form.opens == "<think>" and not form.hides)
+THINK = next(form for form in FORMATS if form.name == "think")
 MISTRAL_ARGS = ChatFormat(CALLS["mistral_args"], TOOLS)
 REASONING = ChatFormat(reasoning=THINK)
 BOTH = ChatFormat(CALLS["hermes"], TOOLS, THINK, begins_in_reasoning=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from loraplex.contracts.artifacts.chat_formats import CALLS, REASONING
+from loraplex.contracts.artifacts.chat_formats import CALLS
 from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary
 from loraplex.contracts.grammars.prove import prove
 from loraplex.router.generation.chat_format import CallGrammar, CallSyntax
@@ -18,6 +18,7 @@ from loraplex.router.generation.chat_reader import ChatFormat, ChatReader
 from loraplex.router.request import Chat, ChatMessage, Tool, ToolCallDelta, ToolMode
 from loraplex.runtime.rpc.errors import InvalidField
 from loraplex.tool_calls import free_parts, tool_grammar
+from tests.router.generation.test_chat_reader import THINK
 
 SCHEMAS = {
     "weather": {
@@ -121,7 +122,7 @@ def test_every_call_of_a_random_model_parses(name: str, several: bool) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     assert syntax.calls is not None
-    reasoning = REASONING[-1] if syntax.ends_reasoning else None
+    reasoning = THINK if syntax.ends_reasoning else None
     in_thought = bool(syntax.ends_reasoning and not syntax.begins_reasoning)
     chat_format = ChatFormat(syntax.calls, {name: {} for name in NAMES}, reasoning, begins_in_reasoning=in_thought)
     found = 0
