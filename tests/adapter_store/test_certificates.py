@@ -240,3 +240,66 @@ async def test_bad_prompts_are_refused_at_the_upload(
     await client.register(tiny_base)
     with pytest.raises(grpc.aio.AioRpcError, match=words):
         await client.upload("support", adapter_files(loraplex_certificate_prompts=value))
+
+
+def calibration(base: BaseModel, quantization: str = "", temperature: float = 2.0, **figures: Any) -> pb.Calibration:
+    measured: dict[str, Any] = {
+        "questions": 40,
+        "ece_before": 0.25,
+        "ece_after": 0.125,
+        "nll_before": 0.75,
+        "nll_after": 0.5,
+    }
+    return pb.Calibration(
+        quantization=quantization, base_digest=base.digest, temperature=temperature, **measured | figures
+    )
+
+
+async def calibrate(client: Client, name: str, given: pb.Calibration, tenant: str = "acme") -> pb.Calibration:
+    request = pb.CertifyRevisionRequest(name=name, calibration=given)
+    kept: pb.Calibration = (await client.call("CertifyRevision", request, tenant)).calibration
+    return kept
+
+
+async def test_a_calibration_stays_with_its_revision_and_routers_learn_its_temperature(
+    store_settings: StoreSettings, connect: Callable[[str], Client], tiny_base: BaseModel, adapter_files: Files
+) -> None:
+    store = Store(store_settings)
+    await store.start()
+    client, catalog = connect(f"127.0.0.1:{store.port}"), StoreClient(f"127.0.0.1:{store.port}")
+    await client.register(tiny_base)
+    revision = (await client.upload("support", adapter_files())).revision
+    assert not (await catalog.resolve("acme", "support")).temperatures
+    first = await calibrate(client, revision.name, calibration(tiny_base))
+    assert (first.temperature, first.questions, first.ece_after) == (2.0, 40, 0.125)
+    await calibrate(client, revision.name, calibration(tiny_base, "int8", 1.5))
+    later = await calibrate(client, revision.name, calibration(tiny_base, temperature=1.25))
+    assert later.create_time.ToNanoseconds() > first.create_time.ToNanoseconds()
+    await certify(client, revision.name, certificate(tiny_base))
+    kept = (await client.get("support")).revision
+    assert [(one.quantization, one.temperature) for one in kept.calibrations] == [("", 1.25), ("int8", 1.5)]
+    assert [one.quantization for one in kept.certificates] == ["int4"]
+    assert (await catalog.resolve("acme", f"support@{revision.digest}")).temperatures == {"": 1.25, "int8": 1.5}
+    assert not (await client.upload("support", adapter_files(1))).revision.calibrations
+    await catalog.close()
+    await client.close()
+    await store.stop(drain_s=0)
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"temperature": 0.0}, "calibration: has a temperature above 0"),
+        ({"temperature": float("inf")}, "calibration: has a temperature above 0"),
+        ({"questions": 0}, "questions from 1"),
+        ({"ece_after": float("nan")}, "ece_before and ece_after from 0 to 1"),
+        ({"nll_after": 1.0}, "nll_after 1.0 is not from 0 to nll_before 0.75"),
+        ({"quantization": "x" * 2000}, "calibration.quantization"),
+    ],
+)
+async def test_bad_calibrations_are_refused(
+    client: Client, tiny_base: BaseModel, revision: Any, figures: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=words):
+        await calibrate(client, revision.name, calibration(tiny_base, **figures))
+    assert not (await client.get("support")).revision.calibrations

@@ -12,7 +12,7 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from loraplex.adapter_store.convert import adapter_to_pb, decode_token, fill_page
-from loraplex.adapter_store.records import Adapter, FitnessCertificate
+from loraplex.adapter_store.records import Adapter, Statement
 from loraplex.adapter_store.service import Lists
 from loraplex.contracts.artifacts.base_model import BaseModel
 from loraplex.contracts.artifacts.names import AdapterName
@@ -48,13 +48,13 @@ async def test_a_revision_is_read_with_its_own_certificates_alone(
             quantization="int8", base_digest=revision.base_digest, prompts=1, tokens=1, agreement=1
         )
         await client.call("CertifyRevision", pb.CertifyRevisionRequest(name=revision.name, certificate=certificate))
-    made: list[FitnessCertificate] = []
+    made: list[Statement[Any]] = []
 
-    def counted(*fields: Any) -> FitnessCertificate:
-        made.append(FitnessCertificate(*fields))
+    def counted(*fields: Any) -> Statement[Any]:
+        made.append(Statement(*fields))
         return made[-1]
 
-    monkeypatch.setattr("loraplex.adapter_store.records.FitnessCertificate", counted)
+    monkeypatch.setattr("loraplex.adapter_store.records.Statement", counted)
     await client.call("GetAdapter", pb.GetAdapterRequest(name="support"))
     assert len(made) == 1
     await client.call("ListRevisions", pb.ListRevisionsRequest(parent="support", page_size=2))

@@ -120,7 +120,9 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Decide(self, request: inference_pb2.DecideRequest, context: Any) -> Any:
         self._note(request, context)
-        decision = inference_pb2.Decision(probabilities=[0.75, 0.25], label_mass=0.5, scored_labels=1)
+        decision = inference_pb2.Decision(
+            probabilities=[0.75, 0.25], label_mass=0.5, scored_labels=1, logprobs=[-0.981, -2.079]
+        )
         return inference_pb2.DecideResponse(
             decisions=[decision] * len(request.questions), usage=inference_pb2.Usage(prompt_tokens=4, cached_tokens=2)
         )

@@ -263,6 +263,49 @@ def test_rerank(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("rerank", "q", "one", "--top", "0", *to).returncode == 2
 
 
+def test_decide(run: Run, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = ("--router", server.address, "--tenant", "acme")
+    asked = ("--question", "Which team?", "--choices", "billing", "--choices", "shipping")
+    printed = json.loads(run("decide", "Twice!", *asked, "-a", "x=0.5", "-a", "y", "--calibrated", *to).stdout)
+    request = server.service.requests[-1]
+    assert (request.spec.prompt, request.calibrated, len(request.spec.adapters)) == ("Twice!", True, 2)
+    assert [one.value for one in request.questions[0].choice.options] == ["billing", "shipping"]
+    (decision,) = printed["decisions"]
+    assert (decision["instructions"], decision["answer"]) == ("Which team?", "billing")
+    assert decision["probabilities"] == {"billing": 0.75, "shipping": 0.25}
+    assert decision["logprobs"] == {"billing": -0.981, "shipping": -2.079}
+    assert "score" not in decision
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"instructions": "So?", "yes": "it is"}\n\n{"instructions": "How?", "levels": ["1", "2"]}\n')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Twice!\n"))
+    printed = json.loads(run("decide", "--questions", str(file), "--chat", *to).stdout)
+    request = server.service.requests[-1]
+    assert request.spec.chat.messages[0].content == "Twice!\n"
+    assert request.questions[0].predicate.yes == "it is"
+    assert [one.get("score") for one in printed["decisions"]] == [None, 0.25]
+    for flags, fault in (
+        ((), "give the question with --question, or a file of them with --questions"),
+        (("--question", "x", "--questions", str(file)), "give the question with --question, or a file"),
+        (("--questions", str(file), "--choices", "a"), "--choices, --levels: are of --question"),
+        (("--question", "x", "--choices", "a", "--levels", "b"), "questions[0]: give choices, levels, or what yes"),
+    ):
+        done = run("decide", "Twice!", *flags, *to)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert fault in done.stderr
+
+
+def test_decide_prints_a_table_at_a_terminal(server: Any) -> None:
+    leader, follower = pty.openpty()
+    command = _command("decide", "Twice!", "--question", "How?", "--levels", "calm", "--levels", "angry")
+    command += ["--router", server.address]
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=_environ()) as process:
+        os.close(follower)
+        _read_until(leader, b"calm 0.750, angry 0.250")
+        _read_until(leader, b"")
+    os.close(leader)
+    assert process.returncode == 0
+
+
 def test_embed_and_classify(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     to = ("--router", server.address, "--tenant", "acme")
     assert run("embed", "a", "bcd", "--raw", "--pooling", "mean", "-a", "x", *to).stdout == "0.5 1\n0.5 3\n"

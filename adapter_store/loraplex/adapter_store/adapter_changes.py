@@ -12,11 +12,11 @@ from collections.abc import Iterable
 
 # Maximum number of names that are kept; with one more, readers begin anew.
 NAMES_KEPT = 10_000
-# The name of the adapter that a row of a table is about. A grant or certificate changes it too.
+# The name of the adapter that a row of a table is about. A grant, certificate or calibration changes it too.
 _BY_ID = "(SELECT adapter FROM adapters WHERE id = {row}.adapter_id)"
 NAME_IN = {
     **dict.fromkeys(("adapters", "grants"), "{row}.adapter"),
-    **dict.fromkeys(("aliases", "certificates", "releases", "revisions"), _BY_ID),
+    **dict.fromkeys(("aliases", "calibrations", "certificates", "releases", "revisions"), _BY_ID),
 }
 ROWS_OF = {"INSERT": "NEW", "UPDATE": "NEW", "DELETE": "OLD"}
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,29 +20,29 @@ from loraplex.adapter_store.grants import LIVE_GRANT, end_grants
 from loraplex.adapter_store.plans import StoreQuotas
 from loraplex.adapter_store.records import (
     ALIASES,
-    FIGURES,
     REVISIONS,
+    STATEMENTS,
     Adapter,
     Candidate,
-    FitnessCertificate,
     FoundRevision,
     NewRevision,
     Revision,
     Row,
     Rows,
+    Statement,
     adapter_row,
-    certificates_of,
     etag_of,
     find_adapter,
     find_by_digests,
     find_revision,
+    marks,
     read_revision,
+    statements_of,
     to_adapter,
     to_revision,
     with_aliases,
 )
 from loraplex.adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
-from loraplex.contracts.artifacts.fitness import Figures
 from loraplex.contracts.artifacts.names import LIVE, AdapterName, Reference, RevisionName
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
@@ -58,7 +58,7 @@ AND NOT EXISTS (
     AND state NOT IN ('retired', 'rolled back')
 ) ORDER BY number
 """
-# Maximum number of quantizations for which a revision has certificates.
+# Maximum number of quantizations for which a revision has certificates, or calibrations.
 _QUANTIZATIONS = 32
 # Maximum number of aliases of an adapter, so that one answer can list them.
 _MAX_ALIASES = 100
@@ -147,7 +147,7 @@ class Catalog:
                 (row["id"], before, limit),
             ).fetchall()
             for revision_row in selected:
-                yield to_revision(revision_row, certificates_of(rows, revision_row))
+                yield to_revision(revision_row, rows)
 
     def find(self, digests: Sequence[str]) -> list[FoundRevision]:
         """Return the revisions of these digests, of all tenants, in order of digest and adapter."""
@@ -236,13 +236,13 @@ class Catalog:
                 touch(rows, row["id"], time.time_ns())
             return to_adapter(rows, adapter_row(rows, name))
 
-    def certify(self, name: RevisionName, quantization: str, base_digest: str, figures: Figures) -> FitnessCertificate:
-        """Keep a revision's certificate, in the place of an earlier one for the same base and quantization.
+    def certify(self, name: RevisionName, statement: Statement[Any]) -> None:
+        """Keep a statement about a revision, in the place of an earlier one for the same base and quantization.
 
         Raises NotFound, Mismatch where the base is not the revision's, InvalidField for one quantization too many.
         """
-        certificate = FitnessCertificate(quantization, base_digest, figures, time.time_ns())
-        values = asdict(figures) | {"drawn": int(figures.drawn)}
+        kind, base_digest = type(statement.figures), statement.base_digest
+        table, values = STATEMENTS[kind], {"create_ns": statement.create_ns, **asdict(statement.figures)}
         with self._database.transaction() as rows:
             revision = read_revision(rows, name)
             if base_digest != revision.base_digest:
@@ -251,22 +251,19 @@ class Catalog:
                     f"measured with base model {base_digest}; the adapter is for {revision.base_digest}",
                     reason="WRONG_BASE",
                 )
-            others = {each.quantization for each in revision.certificates} - {quantization}
+            about = {"adapter_id": adapter_row(rows, name.adapter_name)["id"], "digest": name.digest}
+            about |= {"base_digest": base_digest}
+            others = {each.quantization for each in statements_of(rows, about, kind)} - {statement.quantization}
             if len(others) >= _QUANTIZATIONS:
-                raise InvalidField(
-                    "certificate.quantization", f"the revision has certificates for {_QUANTIZATIONS} others already"
-                )
+                message = f"the revision has {table} for {_QUANTIZATIONS} others already"
+                raise InvalidField(f"{table.removesuffix('s')}.quantization", message)
+            columns: dict[str, Any] = {**about, "quantization": statement.quantization, **values}
             rows.execute(
-                "INSERT INTO certificates (adapter_id, digest, base_digest, quantization, create_ns, "
-                f"{', '.join(FIGURES)}) VALUES (?, ?, ?, ?, ?{', ?' * len(FIGURES)}) "
+                f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks([*columns])}) "
                 "ON CONFLICT (adapter_id, digest, base_digest, quantization) DO UPDATE SET "
-                + ", ".join(f"{column} = excluded.{column}" for column in ("create_ns", *FIGURES)),
-                (
-                    *(adapter_row(rows, name.adapter_name)["id"], name.digest, base_digest, quantization),
-                    *(certificate.create_ns, *map(values.__getitem__, FIGURES)),
-                ),
+                + ", ".join(f"{column} = excluded.{column}" for column in values),
+                [int(value) if isinstance(value, bool) else value for value in columns.values()],
             )
-        return certificate
 
     def delete(self, name: AdapterName, etag: str, *, purge: bool = False) -> None:
         """Delete an adapter with its revisions; with `purge` their files too, at once.

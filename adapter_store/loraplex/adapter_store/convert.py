@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,15 +25,15 @@ from loraplex.adapter_store.records import (
     Adapter,
     Base,
     Candidate,
-    FitnessCertificate,
     FitnessPolicy,
     FoundRevision,
     Provenance,
     Revision,
+    Statement,
 )
 from loraplex.contracts.artifacts import ArtifactError, MismatchError
 from loraplex.contracts.artifacts.base_model import TASKS, BaseModel, ModuleShape
-from loraplex.contracts.artifacts.fitness import Figures
+from loraplex.contracts.artifacts.fitness import CalibrationFigures, Figures
 from loraplex.contracts.artifacts.generation_config import GenerationConfig
 from loraplex.contracts.artifacts.names import (
     SHARED,
@@ -163,7 +164,8 @@ def revision_to_pb(revision: Revision, policy: FitnessPolicy) -> pb.Revision:
         weight_bytes=revision.weights.size,
         create_time=timestamp(revision.create_ns),
         expire_time=timestamp(revision.expire_ns),
-        certificates=[certificate_to_pb(certificate, policy) for certificate in revision.certificates],
+        certificates=[_certificate_to_pb(certificate, policy) for certificate in revision.certificates],
+        calibrations=map(_calibration_to_pb, revision.calibrations),
         provenance=None if revision.provenance is None else _provenance_to_pb(revision.provenance),
     )
 
@@ -198,33 +200,51 @@ def found_to_pb(found: FoundRevision) -> pb.FoundRevision:
     )
 
 
-def certificate_to_pb(certificate: FitnessCertificate, policy: FitnessPolicy) -> pb.FitnessCertificate:
+def _certificate_to_pb(certificate: Statement[Figures], policy: FitnessPolicy) -> pb.FitnessCertificate:
     """Return a certificate's message, with what the policy makes of its figures."""
     breach = policy.limits.breach(certificate.figures)
     verdict = pb.VERDICT_FIT
     if breach is not None:
         verdict = pb.VERDICT_REFUSED if policy.refuses and breach.certain else pb.VERDICT_WARNED
     return pb.FitnessCertificate(
-        quantization=certificate.quantization,
-        base_digest=certificate.base_digest,
-        **dataclasses.asdict(certificate.figures),
-        create_time=timestamp(certificate.create_ns),
-        verdict=verdict,
-        breach="" if breach is None else breach.text,
+        **_statement_fields(certificate), verdict=verdict, breach="" if breach is None else breach.text
     )
 
 
-def figures_from_pb(certificate: pb.FitnessCertificate) -> Figures:
-    """Check and return the figures of a certificate. Raises InvalidField."""
-    if not 0 < len(certificate.quantization) <= _MAX_QUANTIZATION:
-        raise InvalidField("certificate.quantization", f"is not a text of 1 to {_MAX_QUANTIZATION} characters")
+def _calibration_to_pb(calibration: Statement[CalibrationFigures]) -> pb.Calibration:
+    return pb.Calibration(**_statement_fields(calibration))
+
+
+def _statement_fields(statement: Statement[Any]) -> dict[str, Any]:
+    return {
+        "quantization": statement.quantization,
+        "base_digest": statement.base_digest,
+        **dataclasses.asdict(statement.figures),
+        "create_time": timestamp(statement.create_ns),
+    }
+
+
+def certified_to_pb(statement: Statement[Any], policy: FitnessPolicy) -> pb.CertifyRevisionResponse:
+    """Return the message of a statement that was kept."""
+    if isinstance(statement.figures, CalibrationFigures):
+        return pb.CertifyRevisionResponse(calibration=_calibration_to_pb(statement))
+    return pb.CertifyRevisionResponse(certificate=_certificate_to_pb(statement, policy))
+
+
+def statement_from_pb(request: pb.CertifyRevisionRequest) -> Statement[Any]:
+    """Check and return a request's certificate or calibration, which is made now. Raises InvalidField."""
+    calibrates = request.HasField("calibration")
+    sent, kind = (request.calibration, CalibrationFigures) if calibrates else (request.certificate, Figures)
+    field, least = ("calibration", 0) if calibrates else ("certificate", 1)
+    if not least <= len(sent.quantization) <= _MAX_QUANTIZATION:
+        raise InvalidField(f"{field}.quantization", f"is not a text of {least} to {_MAX_QUANTIZATION} characters")
+    figures = {one.name: getattr(sent, one.name) for one in dataclasses.fields(kind)}
+    if not calibrates and not request.certificate.HasField("same_answers"):
+        figures["same_answers"] = None
     try:
-        figures = {field.name: getattr(certificate, field.name) for field in dataclasses.fields(Figures)}
-        if not certificate.HasField("same_answers"):
-            figures["same_answers"] = None
-        return Figures(**figures)
+        return Statement(sent.quantization, sent.base_digest, kind(**figures), time.time_ns())
     except ValueError as error:
-        raise InvalidField("certificate", str(error)) from error
+        raise InvalidField(field, str(error)) from error
 
 
 def base_to_pb(base: Base) -> pb.BaseModel:

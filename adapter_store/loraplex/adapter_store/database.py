@@ -248,6 +248,15 @@ CREATE TABLE budget_events (
     UNIQUE (account, month, kind)
 );
 """,
+    """
+CREATE TABLE calibrations (
+    adapter_id INTEGER NOT NULL, digest TEXT NOT NULL, base_digest TEXT NOT NULL, quantization TEXT NOT NULL,
+    temperature REAL NOT NULL, questions INTEGER NOT NULL, ece_before REAL NOT NULL, ece_after REAL NOT NULL,
+    nll_before REAL NOT NULL, nll_after REAL NOT NULL, create_ns INTEGER NOT NULL,
+    PRIMARY KEY (adapter_id, digest, base_digest, quantization),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+""",
 )
 # The digests and sizes of the blobs that rows need.
 BLOBS = (

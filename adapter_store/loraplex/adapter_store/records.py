@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from loraplex.contracts.artifacts.base_model import BaseModel
-from loraplex.contracts.artifacts.fitness import Figures, FitnessLimits
+from loraplex.contracts.artifacts.fitness import CalibrationFigures, Figures, FitnessLimits
 from loraplex.contracts.artifacts.names import AdapterName, RevisionName
 from loraplex.runtime.rpc.errors import NotFound
 
@@ -18,8 +18,9 @@ REVISIONS = (
     "SELECT revisions.*, tenant, adapter, base_model, provenance.origin FROM revisions "
     "JOIN adapters ON adapters.id = revisions.adapter_id LEFT JOIN provenance USING (adapter_id, digest) "
 )
-# The columns of a certificate's figures.
-FIGURES = tuple(field.name for field in fields(Figures))
+# The tables of statements, by the figures that their rows have.
+STATEMENTS: dict[type, str] = {Figures: "certificates", CalibrationFigures: "calibrations"}
+F = TypeVar("F", Figures, CalibrationFigures)
 # The digests of an adapter's aliases, as JSON.
 ALIASES = "(SELECT json_group_object(alias, digest) FROM aliases WHERE adapter_id = adapters.id)"
 _BY_DIGESTS = (
@@ -73,12 +74,12 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class FitnessCertificate:
+class Statement(Generic[F]):
     """The figures of a revision on one quantization of the base model that it was validated against."""
 
     quantization: str
     base_digest: str
-    figures: Figures
+    figures: F
     create_ns: int
 
 
@@ -126,7 +127,8 @@ class Revision:
     weights: Blob
     create_ns: int | None = None
     order: int = 0
-    certificates: tuple[FitnessCertificate, ...] = ()
+    certificates: tuple[Statement[Figures], ...] = ()
+    calibrations: tuple[Statement[CalibrationFigures], ...] = ()
     provenance: Provenance | None = None
     # When it ends by itself; None: never.
     expire_ns: int | None = None
@@ -235,7 +237,7 @@ def find_revision(rows: Rows, name: RevisionName) -> Revision | None:
         REVISIONS + "WHERE tenant = ? AND adapter = ? AND revisions.digest = ?",
         (name.tenant, name.adapter, name.digest),
     ).fetchone()
-    return None if row is None else to_revision(row, certificates_of(rows, row))
+    return None if row is None else to_revision(row, rows)
 
 
 def read_revision(rows: Rows, name: RevisionName) -> Revision:
@@ -257,25 +259,19 @@ def find_by_digests(rows: Rows, digests: Sequence[str]) -> list[FoundRevision]:
     ]
 
 
-def certificates_of(rows: Rows, revision: Row) -> tuple[FitnessCertificate, ...]:
-    """Return the certificates of a revision that were made with its base model."""
+def statements_of(rows: Rows, revision: Row, kind: type[F]) -> tuple[Statement[F], ...]:
+    """Return the statements of a kind about a revision that were made with its base model."""
+    columns = [field.name for field in fields(kind)]
     selected = rows.execute(
-        "SELECT * FROM certificates WHERE adapter_id = ? AND digest = ? AND base_digest = ? ORDER BY quantization",
+        f"SELECT quantization, base_digest, create_ns, {', '.join(columns)} FROM {STATEMENTS[kind]} "
+        "WHERE adapter_id = ? AND digest = ? AND base_digest = ? ORDER BY quantization",
         (revision["adapter_id"], revision["digest"], revision["base_digest"]),
     )
-    return tuple(
-        FitnessCertificate(
-            row["quantization"],
-            row["base_digest"],
-            Figures(**{**{name: row[name] for name in FIGURES}, "drawn": bool(row["drawn"])}),
-            row["create_ns"],
-        )
-        for row in selected
-    )
+    return tuple(Statement(row[0], row[1], kind(**{name: row[name] for name in columns}), row[2]) for row in selected)
 
 
-def to_revision(row: Row, certificates: tuple[FitnessCertificate, ...] = ()) -> Revision:
-    """Return the revision of a row, with its certificates."""
+def to_revision(row: Row, rows: Rows | None = None) -> Revision:
+    """Return the revision of a row, with the statements about it that `rows` have."""
     more = dict(row)  # deleted revisions have neither origin nor end
     return Revision(
         name=RevisionName(row["tenant"], row["adapter"], row["digest"]),
@@ -286,7 +282,8 @@ def to_revision(row: Row, certificates: tuple[FitnessCertificate, ...] = ()) -> 
         weights=Blob(row["weights_digest"], row["weights_bytes"]),
         create_ns=row["create_ns"],
         order=row["number"],
-        certificates=certificates,
+        certificates=statements_of(rows, row, Figures) if rows else (),
+        calibrations=statements_of(rows, row, CalibrationFigures) if rows else (),
         provenance=msgspec.json.decode(origin, type=Provenance) if (origin := more.get("origin")) else None,
         expire_ns=more.get("expire_ns"),
     )

@@ -19,11 +19,10 @@ from loraplex.adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
     candidate_to_pb,
-    certificate_to_pb,
+    certified_to_pb,
     check_digest,
     check_owner,
     decode_token,
-    figures_from_pb,
     fill_page,
     found_to_pb,
     list_page,
@@ -33,6 +32,7 @@ from loraplex.adapter_store.convert import (
     page_size,
     refusals,
     revision_to_pb,
+    statement_from_pb,
 )
 from loraplex.adapter_store.grants import Grants
 from loraplex.adapter_store.metrics import StoreMetrics
@@ -210,16 +210,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 yield pb.ExportRevisionResponse(exported=exported)
 
     async def CertifyRevision(self, request: pb.CertifyRevisionRequest, context: Context) -> pb.CertifyRevisionResponse:
-        """Keep a revision's certificate."""
+        """Keep a revision's certificate or calibration."""
         with refusals("name"):
             name = parse_revision_name(request.name)
         check_owner(name.adapter_name, calling_tenant())
-        sent = request.certificate
-        certificate = await asyncio.to_thread(
-            self._catalog.certify, name, sent.quantization, sent.base_digest, figures_from_pb(sent)
-        )
-        log.info("certified %s for %s", name, sent.quantization)
-        return pb.CertifyRevisionResponse(certificate=certificate_to_pb(certificate, self._fitness))
+        statement = statement_from_pb(request)
+        await asyncio.to_thread(self._catalog.certify, name, statement)
+        log.info("certified %s for %s", name, statement.quantization or "its base as it is")
+        return certified_to_pb(statement, self._fitness)
 
     async def ValidateAdapter(
         self, request_iterator: AsyncIterator[pb.ValidateAdapterRequest], context: Context

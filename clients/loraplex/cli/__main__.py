@@ -19,6 +19,7 @@ from loraplex.cli.cluster import cells, drain, jobs, quarantine, queues, resume_
 from loraplex.cli.cluster_top import top
 from loraplex.cli.computations import plan, quantize
 from loraplex.cli.credentials import certs, keys, redis
+from loraplex.cli.decide import decide
 from loraplex.cli.generate import generate
 from loraplex.cli.loadtest import loadtest
 from loraplex.cli.options import (
@@ -84,7 +85,7 @@ _OWN_ARGUMENTS: dict[str, Any] = {
 }
 for process, (_, _, description) in PROCESSES.items():
     app.command(process, help=description, **_OWN_ARGUMENTS)(_process)
-_COMMANDS: Sequence[Callable[..., None]] = (generate, chat, score, rerank, tokens, embed, classify)
+_COMMANDS: Sequence[Callable[..., None]] = (generate, chat, decide, score, rerank, tokens, embed, classify)
 for command in _COMMANDS:
     app.command()(command)
 for name, group in {

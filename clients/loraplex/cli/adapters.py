@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loraplex.cli.adapters_top import adapters_top
+from loraplex.cli.calibration import calibrate, print_calibrations
 from loraplex.cli.computations import ModelDirOption, certify, certify_revision, print_certificates
 from loraplex.cli.gguf_models import adapter_name, peft_directory
 from loraplex.cli.options import (
@@ -274,6 +275,7 @@ def show(
     }
     print_table(revisions, columns)
     print_certificates(revisions)
+    print_calibrations((revision, revision.calibrations) for revision in revisions)
 
 
 @app.command()
@@ -445,5 +447,5 @@ def _service(store: str, tenant: str) -> Service:
 
 app.command("top")(adapters_top)
 app.command("push-all")(push_all)
-for command in (alias, rollback, download, certify, warm, pin, unpin, grant, ungrant, grants):
+for command in (alias, rollback, download, certify, calibrate, warm, pin, unpin, grant, ungrant, grants):
     app.command()(command)

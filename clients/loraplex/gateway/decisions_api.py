@@ -80,14 +80,18 @@ class DecisionRequest(TypedDict, total=False):
     prompt_cache_key: str | None
     prompt_cache_options: dict[str, Any] | None
     safety_identifier: str | None
+    calibrated: bool | None
 
 
 class NamedQuestion(TypedDict, total=False):
-    """A question of System One; `criteria` are what true and false mean, the options, or the levels."""
+    """A question of System One; `criteria` are what true and false mean, the options, or the levels.
+
+    What is JSON instead of a text is told to the model as JSON.
+    """
 
     type: Required[Literal["noul", "choice", "score"]]
-    instructions: Required[str]
-    criteria: dict[str, str | None] | list[str] | None
+    instructions: str | dict[str, Any] | list[Any] | None
+    criteria: dict[str, Any] | list[Any] | None
 
 
 class SystemOneRequest(TypedDict, total=False):
@@ -96,13 +100,20 @@ class SystemOneRequest(TypedDict, total=False):
     model: Required[str]
     state: Required[str | dict[str, Any] | list[Any]]
     questions: Required[dict[str, NamedQuestion]]
+    calibrated: bool | None
 
 
 DECISION = Body(DecisionRequest, [*LENIENT, MessageItem, JsonMessage, FunctionCall, FunctionResult])
 SYSTEM_ONE = Body(SystemOneRequest)
 
 
+# What System One's questions ask that have criteria alone.
+_UNASKED = {"noul": "Which of the two holds?", "choice": "Which of these fits?", "score": "Which level fits?"}
+
+
 def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -148,19 +159,22 @@ def _question(index: int, question: Mapping[str, Any]) -> Question:
 def _named_question(name: str, question: Mapping[str, Any]) -> Question:
     """Return a question of /v1/systemone. Raises HttpError."""
     criteria, at = question.get("criteria"), f"questions.{name}.criteria"
+    asked = _as_text(question.get("instructions")) or _UNASKED[question["type"]]
     if question["type"] == "noul":
         meanings = criteria or {}
         if not isinstance(meanings, dict) or meanings.keys() - {"true", "false"}:
             raise invalid(at, "of a noul has true and false, and what they mean")
-        return Question(question["instructions"], yes=meanings.get("true") or "", no=meanings.get("false") or "")
+        if not (question.get("instructions") or any(meanings.values())):
+            raise invalid(f"questions.{name}.instructions", "give the statement, or criteria of true and false")
+        return Question(asked, yes=_as_text(meanings.get("true")), no=_as_text(meanings.get("false")))
     if not criteria or len(criteria) < 2:
         raise invalid(at, "has the options, 2 to 255 of them, or the levels")
     if question["type"] == "choice":
         if not isinstance(criteria, dict):
             raise invalid(at, "of a choice has each option with what it means, or null")
-        return Question(question["instructions"], choices={name: meaning or "" for name, meaning in criteria.items()})
+        return Question(asked, choices={name: _as_text(meaning) for name, meaning in criteria.items()})
     levels = list(criteria.values()) if isinstance(criteria, dict) else criteria
-    return Question(question["instructions"], levels={str(level): text or "" for level, text in enumerate(levels)})
+    return Question(asked, levels={str(level): _as_text(meaning) for level, meaning in enumerate(levels)})
 
 
 # Names of /v1/decisions for the cluster's.
@@ -173,11 +187,14 @@ _NAMES = {
 
 
 async def _decide(
-    call: HttpCall, name: str, messages: Sequence[Mapping[str, Any]], questions: Sequence[Question]
+    call: HttpCall, request: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], questions: Sequence[Question]
 ) -> Decisions:
-    """Return the decisions of a model or an adapter."""
-    named = await call.cluster.named(call.caller, name)
-    answer = await call.caller.decide(None, questions, messages=messages, timeout_s=call.timeout_s, **named)
+    """Return the decisions of a request's model or adapter."""
+    named = await call.cluster.named(call.caller, request["model"])
+    calibrated = bool(request.get("calibrated"))
+    answer = await call.caller.decide(
+        None, questions, calibrated=calibrated, messages=messages, timeout_s=call.timeout_s, **named
+    )
     call.exchange.rate_limits = answer.rate_limits
     return answer
 
@@ -191,7 +208,7 @@ async def decisions(call: HttpCall) -> None:
     chat = conversation({}, [], items)
     asked = [_question(index, question) for index, question in enumerate(request["questions"])]
     call.exchange.names = _NAMES
-    answer = await _decide(call, request["model"], chat.messages, asked)
+    answer = await _decide(call, request, chat.messages, asked)
     told = [
         {**_answer(question, one), "name": question.get("name"), **_extensions(one)}
         for question, one in zip(request["questions"], answer.decisions, strict=True)
@@ -203,7 +220,12 @@ async def decisions(call: HttpCall) -> None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.usage.prompt_tokens,
     }
-    await call.exchange.answer({"answers": told, "model": request["model"], "usage": usage})
+    body = {"answers": told, "model": request["model"], "usage": usage, **_temperature(answer)}
+    await call.exchange.answer(body)
+
+
+def _temperature(answer: Decisions) -> dict[str, float]:
+    return {} if answer.temperature is None else {"temperature": answer.temperature}
 
 
 def _extensions(decision: Decision) -> dict[str, Any]:
@@ -234,13 +256,14 @@ async def system_one(call: HttpCall) -> None:
     paths = [f"questions.{name}".replace("\\", r"\\") for name in questions]
     call.exchange.names = {rf"questions\[{at}\].*": path for at, path in enumerate(paths)} | {r"chat\b.*": "state"}
     state = [{"role": "user", "content": _as_text(request["state"])}]
-    answer = await _decide(call, request["model"], state, [*questions.values()])
+    answer = await _decide(call, request, state, [*questions.values()])
     answers, diagnostics = {}, {}
     for (name, asked), one in zip(request["questions"].items(), answer.decisions, strict=True):
         answers[name] = _named_answer(asked["type"], questions[name], one)
         diagnostics[name] = _extensions(one)
     usage = {"input_tokens": answer.usage.prompt_tokens, "output_tokens": 0}
     told = {"model": request["model"], "answers": answers, "usage": usage, "diagnostics": diagnostics}
+    told.update(_temperature(answer))
     await call.exchange.answer(told)
 
 

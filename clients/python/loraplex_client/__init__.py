@@ -55,6 +55,7 @@ from loraplex_client.reranking import DocumentScore, Ranking, RerankOptions
 from loraplex_client.resources import (
     Adapter,
     BaseModel,
+    Calibration,
     Exported,
     FitnessCertificate,
     GenerationConfig,
@@ -77,6 +78,7 @@ __all__ = [
     "AsyncGenerationStream",
     "AsyncStoreClient",
     "BaseModel",
+    "Calibration",
     "CancelledError",
     "ChatOptions",
     "Choice",

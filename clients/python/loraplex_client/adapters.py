@@ -21,10 +21,12 @@ from loraplex_client.errors import DataLossError
 from loraplex_client.resources import (
     Adapter,
     BaseModel,
+    Calibration,
     Exported,
     FitnessCertificate,
     Pushed,
     Revision,
+    calibration_message,
     certificate_message,
     model_message,
     resource_of,
@@ -213,6 +215,13 @@ class StoreCalls:
         request = adapters_pb2.CertifyRevisionRequest(name=revision, certificate=certificate_message(certificate))
         response = yield Call("CertifyRevision", request)
         return resource_of(FitnessCertificate, response.certificate)
+
+    @method
+    def calibrate(self, revision: str, calibration: Calibration) -> Script[Calibration]:
+        """Keep the calibration of a revision, by its full name, in the place of an earlier one."""
+        request = adapters_pb2.CertifyRevisionRequest(name=revision, calibration=calibration_message(calibration))
+        response = yield Call("CertifyRevision", request)
+        return resource_of(Calibration, response.calibration)
 
     @method
     def download(self, name: str, directory: str | Path) -> Script[Revision]:

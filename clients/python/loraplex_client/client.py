@@ -210,15 +210,18 @@ class RouterCalls(EncodingCalls, RerankingCalls, Generic[Store, Stream]):
         prompt: str | None,
         questions: Sequence[Question],
         *,
+        calibrated: bool = False,
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Script[Decisions]:
         """Return the probabilities of the answers to questions about a prompt, or about `messages`.
 
-        Nothing is generated, and the questions share the computation of the input. Of the keywords those that concern
-        the input and the adapters may be given. Raises LoraplexError.
+        Nothing is generated, and the questions share the computation of the input. `calibrated`: at the temperature of
+        the adapter's calibration. Of the keywords those that concern the input and the adapters may be given. Raises
+        LoraplexError.
         """
         request = inference_pb2.DecideRequest(
+            calibrated=calibrated,
             spec=generate_request(prompt, options).spec,
             questions=[question.message(index) for index, question in enumerate(questions)],
         )

@@ -57,12 +57,14 @@ class Decision:
     """The probabilities of a question's labels, whose sum is 1, in their order.
 
     `label_mass` is the probability that the model gives all of them together. `scored_labels` were scored as
-    continuations, since they have more than one token; the others were read from the first position.
+    continuations, since they have more than one token; the others were read from the first position. `logprobs` are the
+    model's own of the labels, in nats; a temperature changes neither them nor `label_mass`.
     """
 
     probabilities: Mapping[str, float]
     label_mass: float
     scored_labels: int = 0
+    logprobs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> str:
@@ -83,7 +85,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions of a call, in the order of its questions; see Generation for the other fields."""
+    """The decisions of a call, in the order of its questions; see Generation for the other fields.
+
+    `temperature` is that of the adapter's calibration; None: the probabilities are the model's own.
+    """
 
     decisions: tuple[Decision, ...]
     usage: Usage
@@ -91,17 +96,24 @@ class Decisions:
     request_id: str
     adapters: tuple[tuple[str, float], ...] = ()
     rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
+    temperature: float | None = None
 
 
 def decisions_of(response: inference_pb2.DecideResponse, questions: Sequence[Question]) -> Decisions:
     """Return what a response has."""
     return Decisions(
         decisions=tuple(
-            Decision(dict(zip(asked.labels, one.probabilities, strict=True)), one.label_mass, one.scored_labels)
+            Decision(
+                dict(zip(asked.labels, one.probabilities, strict=True)),
+                one.label_mass,
+                one.scored_labels,
+                dict(zip(asked.labels, one.logprobs, strict=True)),
+            )
             for asked, one in zip(questions, response.decisions, strict=True)
         ),
         usage=Usage(response.usage.prompt_tokens, response.usage.cached_tokens, response.usage.completion_tokens),
         adapter_revision=response.adapter_revision,
         request_id=response.request_id,
         adapters=tuple((part.adapter, part.weight) for part in response.adapters),
+        temperature=response.temperature if response.HasField("temperature") else None,
     )

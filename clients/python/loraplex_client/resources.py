@@ -60,6 +60,25 @@ class FitnessCertificate:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """The temperature of a revision's decisions on a base with a `quantization`, fitted on `questions` of known answer.
+
+    `ece` is the expected calibration error (15 bins), `nll` the mean negative log likelihood of the right labels in
+    nats: with the model's own probabilities, and at `temperature`. `base_digest` is the original base's.
+    """
+
+    quantization: str
+    base_digest: str
+    temperature: float
+    questions: int
+    ece_before: float
+    ece_after: float
+    nll_before: float
+    nll_after: float
+    create_time: datetime | None = None
+
+
+@dataclass(frozen=True)
 class SourceFile:
     """A file of a source, as it was when it was fetched. `etag` and `version` are empty where the source has none."""
 
@@ -98,6 +117,7 @@ class Revision:
     provenance: Provenance | None = None
     # When it ends by itself; None: never.
     expire_time: datetime | None = None
+    calibrations: tuple[Calibration, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,6 +250,7 @@ def _value_of(value: Any) -> Any:
 
 # The classes of messages that are in others.
 _CLASSES: Mapping[str, type] = {
+    "Calibration": Calibration,
     "FitnessCertificate": FitnessCertificate,
     "Module": Module,
     "FileInfo": ModelFile,
@@ -243,6 +264,11 @@ _CLASSES: Mapping[str, type] = {
 def certificate_message(certificate: FitnessCertificate) -> adapters_pb2.FitnessCertificate:
     """Return the message of a certificate, without what the store fills in."""
     return adapters_pb2.FitnessCertificate(**_without(certificate, "verdict", "breach", "create_time"))
+
+
+def calibration_message(calibration: Calibration) -> adapters_pb2.Calibration:
+    """Return the message of a calibration, without what the store fills in."""
+    return adapters_pb2.Calibration(**_without(calibration, "create_time"))
 
 
 def model_message(model: BaseModel) -> adapters_pb2.BaseModel:

@@ -1,4 +1,5 @@
-"""Fitness certificates: how far an adapter's answers on a quantized base are from those on the original base.
+"""Statements about a revision: the calibration of its decisions, and how far its answers on a quantized base are from
+those on the original base, its fitness certificates.
 
 An adapter's own prompts are judged by whole answers: by how many are right, where the prompts have expected answers,
 else by how many are equal. Prompts that were drawn from the base are judged by tokens, as free text is.
@@ -156,6 +157,29 @@ class Figures:
         if self.expected_answers:
             return self.right_quantized, self.expected_answers
         return self.same_answers or 0, self.prompts
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationFigures:
+    """The temperature of decisions, and its effect on `questions` whose right labels are known.
+
+    `ece`: expected calibration error; `nll`: mean negative log likelihood of the right labels, in nats.
+    """
+
+    temperature: float
+    questions: int
+    ece_before: float
+    ece_after: float
+    nll_before: float
+    nll_after: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for figures that no fit gives."""
+        shares = all(0 <= error <= 1 for error in (self.ece_before, self.ece_after))
+        if not (0 < self.temperature < math.inf and self.questions >= 1 and shares):
+            raise ValueError("has a temperature above 0, questions from 1, and ece_before and ece_after from 0 to 1")
+        if not 0 <= self.nll_after <= self.nll_before < math.inf:
+            raise ValueError(f"nll_after {self.nll_after} is not from 0 to nll_before {self.nll_before}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ PERMISSIONS: Mapping[str, Permission] = {
                 "adapter", "source", answer=("imported.revision.name", "imported.created")
             ),
             "ExportRevision": _WRITE_ADAPTERS.recorded("name", "destination", answer=("exported.pin",)),
-            "CertifyRevision": _WRITE_ADAPTERS.recorded("name", "certificate.quantization"),
+            "CertifyRevision": _WRITE_ADAPTERS.recorded("name", "certificate.quantization", "calibration.temperature"),
             "ValidateAdapter": _WRITE_ADAPTERS,
             "SetAlias": _WRITE_ADAPTERS.recorded("adapter", "alias", "digest"),
             "DeleteAdapter": _WRITE_ADAPTERS.recorded("name", "purge"),

@@ -30,13 +30,14 @@ from loraplex.router.generation.unary_calls import (
     ContinuationScore,
     continuation_request,
     countdown,
+    name_of,
     run_some_at_once,
     total_of,
     with_revision,
 )
 from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, rates_of
 from loraplex.router.request import Delta, PromptOptions, Request, Stopping, Summary
-from loraplex.runtime.rpc.errors import Internal, InvalidField
+from loraplex.runtime.rpc.errors import Internal, InvalidField, Mismatch
 
 # Maximum questions of a call, and labels of a question: those of OpenAI's Decisions API.
 QUESTIONS, LABELS = 400, 255
@@ -143,6 +144,21 @@ def _check_labels(question: Question, labels: Sequence[tuple[int, ...]]) -> None
             raise InvalidField(question.fields[second], message)
 
 
+async def _temperature(service: InferenceService, tenant: str, facts: Facts) -> float:
+    """Return the temperature of the revision that answers. Raises InvalidField, Mismatch where it has none."""
+    revision = facts.adapter_revision
+    if "/revisions/" not in revision:
+        raise InvalidField("calibrated", "a calibration is one adapter's: name one, or leave calibrated unset")
+    resolved = await service.admission.store.resolve(tenant, name_of(revision))
+    quantization = service.models.get(facts.model).manifest.quantization
+    temperature = resolved.temperatures.get(quantization)
+    if temperature is None:
+        base = f" on {facts.model}, whose weights are {quantization}" if quantization else ""
+        message = f"has no calibration{base}; run `loraplex adapters calibrate`, or leave calibrated unset"
+        raise Mismatch(revision, message, reason="NO_CALIBRATION")
+    return temperature
+
+
 class _Call:
     """Prepares the questions of one call, and asks them within its deadline."""
 
@@ -176,8 +192,8 @@ class _Call:
         await service.generation.check_prompt(prepared[0].request, [question.text for question in questions[1:]])
         return prepared, facts
 
-    async def ask(self, asking: _Asking, budget: CallBudget | None) -> tuple[pb.Decision, Summary]:
-        """Return the decision of a question and what it took."""
+    async def ask(self, asking: _Asking, budget: CallBudget | None) -> tuple[list[float], Summary]:
+        """Return the log probabilities of a question's labels and what they took."""
         logprobs, summaries, request = dict[int, float](), list[Summary](), asking.request
         read = [index for index, ids in enumerate(asking.labels) if len(ids) == 1]
         if read:
@@ -196,15 +212,8 @@ class _Call:
             for index, (score, summary) in zip(first, await run_some_at_once(runs, CONTINUATIONS_AT_ONCE), strict=True):
                 logprobs[index] = sum(score.logprobs)
                 summaries.append(summary)
-        most = max(logprobs.values())  # against an underflow where all are unlikely
-        shares = [math.exp(logprobs[index] - most) for index in range(len(asking.labels))]
-        total = sum(shares)
-        decision = pb.Decision(
-            probabilities=[share / total for share in shares],
-            label_mass=min(1.0, total * math.exp(most)),
-            scored_labels=len(asking.scored),
-        )
-        return decision, total_of(asking.request.request_id, summaries)
+        ordered = [logprobs[index] for index in range(len(asking.labels))]
+        return ordered, total_of(asking.request.request_id, summaries)
 
     async def _score(self, part: Request, budget: CallBudget | None) -> tuple[ContinuationScore, Summary]:
         """Return the score of a label, within what is left of the deadline when it begins."""
@@ -245,23 +254,45 @@ async def first_logprobs(
     raise Internal("a prompt ended without the log probabilities of its labels", reason="NO_LOGPROBS")
 
 
+def _decision(logprobs: Sequence[float], temperature: float, scored: int) -> pb.Decision:
+    """Return the decision of labels with these log probabilities: their softmax at the temperature."""
+    most = max(logprobs)  # against an underflow where all are unlikely
+    shares = [math.exp((one - most) / temperature) for one in logprobs]
+    total = sum(shares)
+    return pb.Decision(
+        probabilities=[share / total for share in shares],
+        label_mass=min(1.0, sum(math.exp(one - most) for one in logprobs) * math.exp(most)),
+        scored_labels=scored,
+        logprobs=logprobs,
+    )
+
+
 async def decide(
     service: InferenceService, request: pb.DecideRequest, record: RequestRecord, deadline_s: float | None
 ) -> tuple[pb.DecideResponse, Summary]:
     """Return the decisions of a request and the summary of all. Raises a CallError."""
     call = _Call(service, deadline_s)
     prepared, facts = await call.prepare(request.spec, read_questions(request), record)
+    # Refused before anything is queued.
+    temperature = await _temperature(service, record.tenant, facts) if request.calibrated else None
     prompt_tokens = sum(one.prompt_tokens for one in prepared)
     async with service.generation.reserved(record.tenant, facts, prompt_tokens) as budget:
         first = await call.ask(prepared[0], budget)
         others = [replace(one, request=with_revision(one.request, first[1])) for one in prepared[1:]]
         asked = [first, *await run_some_at_once([partial(call.ask, one, budget) for one in others], TEXTS_AT_ONCE)]
     summary = replace(total_of(facts.request_id, [summary for _, summary in asked]), rate_limits=rates_of(budget))
+    if request.calibrated and summary.adapter_revision != facts.adapter_revision:  # a rollout has just moved
+        facts = replace(facts, adapter_revision=summary.adapter_revision)
+        temperature = await _temperature(service, record.tenant, facts)
     response = pb.DecideResponse(
-        decisions=[decision for decision, _ in asked],
+        decisions=[
+            _decision(logprobs, temperature or 1.0, len(one.scored))
+            for one, (logprobs, _) in zip(prepared, asked, strict=True)
+        ],
         adapter_revision=summary.adapter_revision,
         adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in summary.adapters],
         usage=pb.Usage(prompt_tokens=summary.prompt_tokens, cached_tokens=summary.cached_tokens),
         request_id=summary.request_id,
+        temperature=temperature,
     )
     return response, summary

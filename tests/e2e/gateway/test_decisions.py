@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from loraplex_client import InvalidRequestError, Question
@@ -27,7 +28,9 @@ async def post(cluster: Cluster, path: str, **body: Any) -> tuple[int, Any]:
     return await ask(cluster, "POST", path, json.dumps(body).encode(), JSON)
 
 
-async def test_openai_s_and_system_one_s_answers_are_those_of_the_sdk(cluster: Cluster, eventually: Eventually) -> None:
+async def test_openai_s_and_system_one_s_answers_are_those_of_the_sdk(
+    cluster: Cluster, client: openai.AsyncOpenAI, eventually: Eventually
+) -> None:
     own = await cluster.client.decide(None, ASKED, messages=MESSAGES, adapter_id="a")
     predicate, choice, score = own.decisions
     assert [one.scored_labels for one in own.decisions] == [2, 1, 0]
@@ -55,7 +58,7 @@ async def test_openai_s_and_system_one_s_answers_are_those_of_the_sdk(cluster: C
             ],
         },
     ]
-    questions = [
+    questions: Any = [
         {"type": "predicate", "name": "money", "instructions": "It is about money."},
         {
             "type": "choice",
@@ -68,14 +71,14 @@ async def test_openai_s_and_system_one_s_answers_are_those_of_the_sdk(cluster: C
             "levels": [{"label": "1", "description": "calm"}, {"label": "2", "description": "angry"}],
         },
     ]
-    for given in (TEXT, [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]):
-        status, answer = await post(cluster, "/v1/decisions", model="a", input=given, questions=questions)
-        assert status == 200, answer
-        masses = [(one.pop("label_mass"), one.pop("scored_labels")) for one in answer["answers"]]
+    inputs: tuple[Any, ...] = (TEXT, [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}])
+    for given in inputs:
+        answer = await client.decisions.create(model="a", input=given, questions=questions)
+        answers = [one.model_dump() for one in answer.answers]
+        masses = [(one.pop("label_mass"), one.pop("scored_labels")) for one in answers]
         assert masses == [(one.label_mass, one.scored_labels) for one in own.decisions]
-        assert answer["answers"] == told
-        assert answer["usage"]["input_tokens"] == own.usage.prompt_tokens
-        assert answer["usage"]["output_tokens"] == 0
+        assert answers == told
+        assert (answer.usage.input_tokens, answer.usage.output_tokens) == (own.usage.prompt_tokens, 0)
     named = {
         "money": {"type": "noul", "instructions": "It is about money."},
         "team": {
@@ -83,30 +86,31 @@ async def test_openai_s_and_system_one_s_answers_are_those_of_the_sdk(cluster: C
         },
         "anger": {"type": "score", "instructions": "How angry?", "criteria": ["calm", "angry"]},
     }  # fmt: skip
-    status, answer = await post(cluster, "/v1/systemone", model="a", state=TEXT, questions=named)
-    assert status == 200, answer
-    assert answer["answers"]["money"] == {"type": "noul", "noul": predicate.probabilities["yes"]}
-    assert answer["answers"]["team"]["probabilities"] == choice.probabilities
-    assert answer["answers"]["anger"]["legend"] == {"0": "calm", "1": "angry"}
-    assert answer["diagnostics"]["team"] == {"label_mass": choice.label_mass, "scored_labels": 1}
+    status, body = await post(cluster, "/v1/systemone", model="a", state=TEXT, questions=named)
+    assert status == 200, body
+    assert body["answers"]["money"] == {"type": "noul", "noul": predicate.probabilities["yes"]}
+    assert body["answers"]["team"]["probabilities"] == choice.probabilities
+    assert body["answers"]["anger"]["legend"] == {"0": "calm", "1": "angry"}
+    assert body["diagnostics"]["team"] == {"label_mass": choice.label_mass, "scored_labels": 1}
     await eventually(cluster.idle)
 
 
-async def test_an_input_of_json_and_of_turns_is_text(cluster: Cluster) -> None:
-    question = [{"type": "choice", "instructions": "Which?", "choices": [{"value": True}, {"value": False}]}]
-    turns = [
+async def test_an_input_of_json_and_of_turns_is_text(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    question: Any = [{"type": "choice", "instructions": "Which?", "choices": [{"value": True}, {"value": False}]}]
+    turns: Any = [
         {"role": "user", "content": [{"type": "input_json", "data": {"order": 7}}]},
         {"role": "assistant", "content": [{"type": "output_text", "text": "I see."}]},
     ]
-    _, answer = await post(cluster, "/v1/decisions", model="hash", input=turns, questions=question)
+    answer = await client.decisions.create(model="hash", input=turns, questions=question)
     own = await cluster.client.decide(
         None,
         [Question("Which?", choices=["true", "false"])],
         messages=[{"role": "user", "content": '{"order": 7}'}, {"role": "assistant", "content": "I see."}],
     )
-    (told,) = answer["answers"]
-    assert [one["value"] for one in told["probabilities"]] == [True, False]
-    assert [one["probability"] for one in told["probabilities"]] == [*own.decisions[0].probabilities.values()]
+    (told,) = answer.answers
+    assert told.type == "choice"
+    assert [one.value for one in told.probabilities] == [True, False]
+    assert [one.probability for one in told.probabilities] == [*own.decisions[0].probabilities.values()]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,7 @@ async def test_an_input_of_json_and_of_turns_is_text(cluster: Cluster) -> None:
     [
         (Question(" "), r"questions\[0\].instructions: is empty"),
         (Question("x", choices=["a"]), r"questions\[0\].choice.options: 1 options; give 2 to 255"),
+        (Question("x", levels=[str(n) for n in range(256)]), r"questions\[0\].score.options: 256 options; give 2 to"),
         (Question("x", choices=["a", "a"]), r"questions\[0\].choice.options\[1\].value: 'a' is there twice"),
         (Question("x", choices=["b", " "]), r"questions\[0\].choice.options\[1\].value: is empty"),
         (
@@ -129,27 +134,69 @@ async def test_a_bad_question_is_named_and_nothing_is_queued(cluster: Cluster, q
     assert await cluster.idle()
 
 
-async def test_limits_and_fields_of_answers_are_named(cluster: Cluster) -> None:
+async def test_limits_and_fields_of_answers_are_named(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
     cases: tuple[tuple[list[Question], Any, str], ...] = (
         ([], {}, "questions: 0 questions; give 1 to 400"),
         ([Question("x")] * 401, {}, "questions: 401"),
         ([Question("x")], {"temperature": 1.0}, "sampling: concerns an answer"),
+        ([Question("x")], {"calibrated": True}, "calibrated: a calibration is one adapter's"),
+        ([Question("x")], {"calibrated": True, "adapters": {"a": 0.5, "b": 0.5}}, "calibrated: a calibration is one"),
     )
     for questions, more, names in cases:
         with pytest.raises(InvalidRequestError, match=names):
             await cluster.client.decide("input", questions, **more)
     with pytest.raises(InvalidRequestError, match="prompt: give a prompt or a chat"):
         await cluster.client.decide(None, [Question("x")], token_ids=[1])
-    bad: dict[str, Any] = {"type": "choice", "instructions": "x", "choices": [{"value": "ab"}, {"value": "abc"}]}
-    status, answer = await post(cluster, "/v1/decisions", model="hash", input="x", questions=[bad])
-    assert (status, answer["error"]["param"]) == (400, "questions[0].choices[1].value")
-    bad = {"type": "score", "instructions": "x", "levels": [{"label": "1"}, {"label": "10"}]}
-    status, answer = await post(cluster, "/v1/decisions", model="hash", input="x", questions=[bad])
-    assert (status, answer["error"]["param"]) == (400, "questions[0].levels[1].label")
+
+    def choice(*values: str) -> Any:
+        return {"type": "choice", "instructions": "x", "choices": [{"value": value} for value in values]}
+
+    def score(*labels: str) -> Any:
+        return {"type": "score", "instructions": "x", "levels": [{"label": label} for label in labels]}
+
+    bad: tuple[tuple[Any, str], ...] = (
+        ([], "questions"),
+        ([{"type": "predicate", "instructions": "x"}] * 401, "questions"),
+        ([{"type": "predicate", "instructions": " "}], "questions[0].instructions"),
+        ([choice("", "a")], "questions[0].choices[0].value"),
+        ([choice("ab", "abc")], "questions[0].choices[1].value"),
+        ([choice(*map(str, range(256)))], "questions[0].choices"),
+        ([score("1", "10")], "questions[0].levels[1].label"),
+        ([score("1")], "questions[0].levels"),
+    )
+    for asked, param in bad:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.decisions.create(model="hash", input="x", questions=asked)
+        assert refused.value.param == param
     criteria = {"x": None, "xy": None}
-    named = {"which one": {"type": "choice", "instructions": "x", "criteria": criteria}}
+    named: Any = {"which one": {"type": "choice", "instructions": "x", "criteria": criteria}}
     status, answer = await post(cluster, "/v1/systemone", model="hash", state="x", questions=named)
     assert (status, answer["error"]["param"]) == (400, "questions.which one")
     named = {"which": {"type": "noul", "instructions": "x", "criteria": ["calm"]}}
     status, answer = await post(cluster, "/v1/systemone", model="hash", state="x", questions=named)
     assert (status, answer["error"]["param"]) == (400, "questions.which.criteria")
+    named = {"which": {"type": "noul"}}
+    status, answer = await post(cluster, "/v1/systemone", model="hash", state="x", questions=named)
+    assert (status, answer["error"]["param"]) == (400, "questions.which.instructions")
+
+
+async def test_system_one_s_questions_may_be_json_and_criteria_alone(cluster: Cluster) -> None:
+    named: Any = {
+        "order": {"type": "noul", "criteria": {"true": {"order": 7}, "false": None}},
+        "team": {"type": "choice", "instructions": ["Which", 1], "criteria": {"a": {"pays": True}, "b": None}},
+        "anger": {"type": "score", "criteria": [{"calm": 1}, "angry"]},
+    }
+    status, answer = await post(cluster, "/v1/systemone", model="hash", state={"order": 7}, questions=named)
+    assert status == 200, answer
+    own = await cluster.client.decide(
+        None,
+        [
+            Question("Which of the two holds?", yes='{"order": 7}'),
+            Question('["Which", 1]', choices={"a": '{"pays": true}', "b": ""}),
+            Question("Which level fits?", levels={"0": '{"calm": 1}', "1": "angry"}),
+        ],
+        messages=[{"role": "user", "content": '{"order": 7}'}],
+    )
+    assert answer["answers"]["order"]["noul"] == own.decisions[0].probabilities["yes"]
+    for name, decision in zip(("team", "anger"), own.decisions[1:], strict=True):
+        assert answer["answers"][name]["probabilities"] == decision.probabilities

@@ -169,8 +169,8 @@ class Unfitness:
 class ResolvedAdapter:
     """The revision that an adapter's name stands for now, and its base model.
 
-    `breaches` are those of its certificates, by the quantization of the base. `epoch` is when the adapter was made, in
-    nanoseconds since 1970.
+    `breaches` are those of its certificates, `temperatures` those of its calibrations, by the quantization of the base.
+    `epoch` is when the adapter was made, in nanoseconds since 1970.
     """
 
     ref: AdapterRef
@@ -179,6 +179,7 @@ class ResolvedAdapter:
     epoch: int = 0
     # The revision that is rolled out in the place of this one, which the name means.
     candidate: RolledOut | None = None
+    temperatures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,8 @@ class StoreClient:
             for certificate in revision.certificates
             if certificate.verdict in {pb.VERDICT_REFUSED, pb.VERDICT_WARNED}
         }
-        return ResolvedAdapter(ref, revision.base_digest, breaches, epoch)
+        temperatures = {one.quantization: one.temperature for one in revision.calibrations}
+        return ResolvedAdapter(ref, revision.base_digest, breaches, epoch, temperatures=temperatures)
 
     def epoch_of(self, revision: str) -> int:
         """Return the epoch of a revision's adapter, as last resolved; 0: not known any more."""

@@ -217,12 +217,12 @@ def _score(part: Request, logprobs: PromptLogprobs) -> ContinuationScore:
 def with_revision(request: Request, summary: Summary) -> Request:
     """Return a request for the revision that served the first: an alias may move meanwhile."""
     if summary.adapters:
-        parts = (WeightedAdapter(_name_of(part.adapter), part.weight) for part in summary.adapters)
+        parts = (WeightedAdapter(name_of(part.adapter), part.weight) for part in summary.adapters)
         return replace(request, adapters=tuple(parts))
-    return replace(request, adapter=_name_of(summary.adapter_revision))
+    return replace(request, adapter=name_of(summary.adapter_revision))
 
 
-def _name_of(revision: str) -> str:
+def name_of(revision: str) -> str:
     """Return tenants/T/adapters/A/revisions/D as tenants/T/adapters/A@D."""
     return revision.replace("/revisions/sha256:", "@sha256:")
 
