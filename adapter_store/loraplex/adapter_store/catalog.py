@@ -43,10 +43,19 @@ from loraplex.adapter_store.records import (
     with_aliases,
 )
 from loraplex.adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
-from loraplex.contracts.artifacts.names import LIVE, AdapterName, Reference, RevisionName
+from loraplex.contracts.artifacts.names import LIVE, SHARED, AdapterName, Reference, RevisionName
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE
-from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
+from loraplex.runtime.rpc.errors import (
+    Aborted,
+    AlreadyExists,
+    Exhausted,
+    InvalidField,
+    Mismatch,
+    NotFound,
+    PermissionDenied,
+)
+from loraplex.runtime.rpc.principal import only_trains
 
 # Revisions whose time has passed, and that neither an alias nor a release that has not ended has.
 _EXPIRED = """
@@ -172,7 +181,7 @@ class Catalog:
         """
         with self._database.reading() as rows:
             row = find_adapter(rows, name)
-            _check(row, name, base_model, etag)
+            _check(rows, row, name, base_model, etag)
             self.quotas.check_room(rows, name.tenant, key_id, new_adapter=row is None, coming=1)
 
     def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
@@ -193,7 +202,7 @@ class Catalog:
         blobs = {sent.config.digest, sent.weights.digest}
         with self._database.swept(self._data, blobs), self._database.transaction() as rows:
             row = find_adapter(rows, name)
-            _check(row, name, sent.base_model, new.etag)
+            _check(rows, row, name, sent.base_model, new.etag)
             _check_base(rows, sent)
             new_adapter = row is None
             if row is None:
@@ -206,7 +215,8 @@ class Catalog:
             created = _insert_revision(rows, row["id"], new, now)
             if created:
                 self.quotas.check_room(rows, name.tenant, new.key_id, new_adapter=new_adapter, coming=0)
-            moved = new.alias is not None and self._set_alias(rows, row["id"], new.alias, sent.name.digest)
+            if moved := new.alias is not None:
+                moved = self._set_alias(rows, row["id"], new.alias, sent.name.digest, keep=new.keep_alias)
             if created or moved:
                 touch(rows, row["id"], now)
             stored = read_revision(rows, sent.name)
@@ -223,7 +233,7 @@ class Catalog:
         """
         with self._database.transaction() as rows:
             row = adapter_row(rows, name)
-            _check(row, name, row["base_model"], etag)
+            _check(rows, row, name, row["base_model"], etag)
             if digest:
                 revision = read_revision(rows, RevisionName(name.tenant, name.adapter, digest))
                 self._releases.check_signed(rows, row["id"], revision.name)
@@ -272,7 +282,7 @@ class Catalog:
         """
         with self._database.transaction() as rows:
             row = adapter_row(rows, name)
-            _check(row, name, row["base_model"], etag)
+            _check(rows, row, name, row["base_model"], etag)
             self.deleted.take(rows, row["id"])
             end_grants(rows, name, time.time_ns())
             rows.execute("DELETE FROM adapters WHERE id = ?", (row["id"],))
@@ -303,11 +313,13 @@ class Catalog:
         self.free({row["tenant"] for row in expired})
         return len(expired)
 
-    def _set_alias(self, rows: Rows, adapter_id: int, alias: str, digest: str) -> bool:
-        """Point the alias at the digest; returns whether it pointed elsewhere."""
+    def _set_alias(self, rows: Rows, adapter_id: int, alias: str, digest: str, *, keep: bool = False) -> bool:
+        """Point the alias at the digest; returns whether it pointed elsewhere, which is refused with `keep`."""
         aliases = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
         if aliases.get(alias) == digest:
             return False
+        if keep and alias in aliases:
+            raise AlreadyExists(f"alias {alias} means {aliases[alias]} already, not {digest}", reason="ALIAS_KEPT")
         if alias not in aliases and len(aliases) >= _MAX_ALIASES:
             raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
         point_alias(rows, adapter_id, alias, digest)
@@ -331,7 +343,14 @@ class Catalog:
                     self.deleted.trim(tenant, most_bytes)
 
 
-def _check(row: Row | None, name: AdapterName, base_model: str, etag: str) -> None:
+def _check(rows: Rows, row: Row | None, name: AdapterName, base_model: str, etag: str) -> None:
+    if only_trains():
+        lasting = "SELECT 1 FROM revisions WHERE adapter_id = ? AND expire_ns IS NULL"
+        shared = row is None and find_adapter(rows, AdapterName(SHARED, name.adapter))
+        if shared or (row is not None and rows.execute(lasting, (row["id"],)).fetchone()):
+            what = "is a shared adapter's name" if shared else "has revisions without a time to live"
+            message = f"{name} {what}: the role trainer changes only what trainers pushed; use another name"
+            raise PermissionDenied(message, "NOT_TRAINED")
     if etag and (row is None or etag_of(row) != etag):
         raise Aborted(f"{name} has changed since etag {etag} was read; read it again")
     if row is not None and row["base_model"] != base_model:

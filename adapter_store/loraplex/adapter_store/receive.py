@@ -35,7 +35,7 @@ from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, revision_digest
 from loraplex.runtime.rpc.children.pool import ChildDiedError, ChildPool
 from loraplex.runtime.rpc.errors import CallError, DataLoss, DeadlinePassed, InvalidField
-from loraplex.runtime.rpc.principal import caller
+from loraplex.runtime.rpc.principal import caller, only_trains
 from loraplex_client import InvalidRequestError
 from loraplex_client.adapter_directory import FILES_BESIDE, read_config, template_file, why_no_adapter
 
@@ -72,6 +72,7 @@ class Header:
     etag: str
     base: Base
     ttl_s: float | None
+    keep_alias: bool
 
 
 class Receiver:
@@ -146,7 +147,9 @@ class Receiver:
         base = await asyncio.to_thread(self._bases.get_or_only, model, f"{at}base_model")
         await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag, caller().key_id)
         ttl_s = seconds_of(f"{at}ttl", header.ttl, least=1.0) if header.HasField("ttl") else None
-        return Header(name, alias, header.etag, base, ttl_s)
+        if ttl_s is None and only_trains():
+            raise InvalidField(f"{at}ttl", "is required of the role trainer, whose revisions expire")
+        return Header(name, alias, header.etag, base, ttl_s, header.keep_alias)
 
     def _adapter_limit(self, file: str) -> int:
         if file not in self._limits:
@@ -167,7 +170,8 @@ class Receiver:
         files = (blobs[CONFIG_FILE], blobs[WEIGHTS_FILE])
         revision = Revision(name, base.name, base.adapted_digest, valid.rank, *files, provenance=provenance)
         warnings = (*told, *_warnings(valid, base.name))
-        return NewRevision(revision, header.alias, header.etag, caller().key_id, warnings, header.ttl_s)
+        rest = warnings, header.ttl_s, header.keep_alias
+        return NewRevision(revision, header.alias, header.etag, caller().key_id, *rest)
 
     def _join(self, upload: Upload, base: Base) -> list[str]:
         """Make fields of the configuration of the files beside it; return what the adapter's owner should know.

@@ -172,6 +172,8 @@ class NewRevision:
     warnings: tuple[str, ...] = ()
     # Its life in seconds; None: until its adapter is deleted.
     ttl_s: float | None = None
+    # An alias that means another revision refuses it.
+    keep_alias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

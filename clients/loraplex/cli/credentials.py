@@ -57,7 +57,7 @@ redis = typer.Typer(no_args_is_help=True, help="Create the users of Redis: route
 def create(
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the key, if not yours or an operator's.")] = "",
     role: Annotated[
-        str, typer.Option(metavar="ROLE", help="tenant-user, tenant-admin, operator or auditor.")
+        str, typer.Option(metavar="ROLE", help="tenant-user, tenant-admin, trainer, operator or auditor.")
     ] = "tenant-user",
     scope: Annotated[
         list[str] | None, typer.Option(metavar="SCOPE", help="Restrict it to this scope. Repeatable.")

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from google.protobuf.duration_pb2 import Duration
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 
 from loraplex_client.adapter_directory import CONFIG_FILE, WEIGHTS_FILE, read_config
@@ -130,16 +131,32 @@ class StoreCalls:
 
     @method
     def import_revision(
-        self, source: str, name: str, *, base_model: str = "", alias: str = "", progress: Progress | None = None
+        self,
+        source: str,
+        name: str,
+        *,
+        base_model: str = "",
+        alias: str = "",
+        ttl_s: float | None = None,
+        keep_alias: bool = False,
+        progress: Progress | None = None,
     ) -> Script[Pushed]:
         """Let the store fetch an adapter as a revision of `name`, and move `alias` (`live`) to it, as `push` does.
 
         `source` is hf://ORG/REPO[@REVISION][/FOLDER], s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER,
         oci://REGISTRY/REPO:TAG or file:///FOLDER of the store's machine. The store has the credentials, and its
-        operator says which sources the tenant may use. `progress` is called with the bytes that the store has and the
-        bytes in all. An import that was interrupted goes on with the same call within ten minutes.
+        operator says which sources the tenant may use. `ttl_s`: as in `push`; `keep_alias`: as in `push_adapter`.
+        `progress` is called with the bytes that the store has and the bytes in all. An import that was interrupted goes
+        on with the same call within ten minutes.
         """
-        request = adapters_pb2.ImportRevisionRequest(adapter=name, base_model=base_model, alias=alias, source=source)
+        request = adapters_pb2.ImportRevisionRequest(
+            adapter=name,
+            base_model=base_model,
+            alias=alias,
+            source=source,
+            ttl=_duration(ttl_s),
+            keep_alias=keep_alias,
+        )
         events = _Events(progress)
         yield Call("ImportRevision", request, take=events.take)
         return _pushed(events.last("imported"))
@@ -162,13 +179,15 @@ class StoreCalls:
         base_model: str = "",
         alias: str = "-",
         ttl_s: float | None = None,
+        keep_alias: bool = False,
     ) -> Script[Pushed]:
         """Upload a revision of `name` from memory: peft's configuration, and what `safetensors.save` returns.
 
         By default no alias moves to it: requests name it by its digest, as `NAME@` and `pushed.revision.digest`, while
-        others that were pushed before are served beside it. For training runs, which give a `ttl_s`.
+        others that were pushed before are served beside it. For training runs, which give a `ttl_s`. With `keep_alias`
+        an alias that means another revision refuses the upload.
         """
-        header, content = _header(name, base_model, alias, ttl_s), memoryview(weights)
+        header, content = _header(name, base_model, alias, ttl_s, keep_alias=keep_alias), memoryview(weights)
         pieces = ((WEIGHTS_FILE, bytes(content[at : at + CHUNK_BYTES])) for at in range(0, len(content), CHUNK_BYTES))
         requests = _piece_requests(header, chain([(CONFIG_FILE, json.dumps(dict(config)).encode())], pieces))
         response = yield Call("UploadRevision", UploadRequests(requests))
@@ -290,11 +309,20 @@ def _get(name: str) -> Script[tuple[Adapter, Revision]]:
     return resource_of(Adapter, response.adapter), resource_of(Revision, response.revision)
 
 
-def _header(name: str, base_model: str, alias: str, ttl_s: float | None) -> adapters_pb2.UploadHeader:
-    header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
-    if ttl_s is not None:
-        header.ttl.FromNanoseconds(round(ttl_s * 1e9))
-    return header
+def _header(
+    name: str, base_model: str, alias: str, ttl_s: float | None, *, keep_alias: bool = False
+) -> adapters_pb2.UploadHeader:
+    return adapters_pb2.UploadHeader(
+        adapter=name, base_model=base_model, alias=alias, ttl=_duration(ttl_s), keep_alias=keep_alias
+    )
+
+
+def _duration(seconds: float | None) -> Duration | None:
+    if seconds is None:
+        return None
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
 
 
 def _upload_requests(

@@ -18,6 +18,7 @@ class Role(StrEnum):
 
     TENANT_USER = "tenant-user"
     TENANT_ADMIN = "tenant-admin"
+    TRAINER = "trainer"
     OPERATOR = "operator"
     AUDITOR = "auditor"
     ROUTER = "router"
@@ -26,7 +27,7 @@ class Role(StrEnum):
 
 
 # Roles of callers that belong to a tenant.
-TENANT_ROLES = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN})
+TENANT_ROLES = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN, Role.TRAINER})
 # Roles that name the tenant whom a call concerns in its metadata: parts of the cluster, which act for all tenants,
 # operators, and auditors, who may read alone. For all others the credential alone says it.
 NAMING_ROLES = frozenset({Role.OPERATOR, Role.AUDITOR, Role.ROUTER, Role.WORKER})
@@ -99,6 +100,12 @@ def calling_key() -> str:
     """Return the id of the API key that the current RPC was called with, or nothing."""
     principal = _CALLER.get()
     return principal.key_id if principal else ""
+
+
+def only_trains() -> bool:
+    """Tell whether the caller of the current RPC may change nothing but what trainers push."""
+    roles = principal.roles if (principal := _CALLER.get()) else frozenset()
+    return Role.TRAINER in roles and not roles & {Role.TENANT_ADMIN, Role.OPERATOR}
 
 
 def own_tenant() -> str:

@@ -30,7 +30,7 @@ STALE_S = 900.0
 # Maximum number of used keys that a router names to the store in one call.
 USED_AT_ONCE = 1_000
 # Roles that a key may have; parts of the cluster have certificates.
-KEY_ROLES = (Role.TENANT_USER, Role.TENANT_ADMIN, Role.OPERATOR, Role.AUDITOR)
+KEY_ROLES = (Role.TENANT_USER, Role.TENANT_ADMIN, Role.TRAINER, Role.OPERATOR, Role.AUDITOR)
 
 
 @dataclass(frozen=True, slots=True)

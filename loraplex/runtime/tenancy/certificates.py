@@ -2,6 +2,7 @@
 
 loraplex://tenant/acme          role tenant-user of acme            loraplex://operator/NAME    an operator
 loraplex://tenant-admin/acme    role tenant-admin of acme           loraplex://auditor/NAME     an auditor
+loraplex://trainer/acme         role trainer of acme
 loraplex://router/NAME, loraplex://worker/NAME, loraplex://store/NAME: parts of the cluster
 
 gRPC has checked that an authority of --tls-ca signed the certificate before a call comes here.

@@ -65,6 +65,9 @@ class Permission:
 
 _USERS = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN})
 _ADMINS = frozenset({Role.TENANT_ADMIN})
+_SAMPLERS = _USERS | {Role.TRAINER}
+# Trainers push revisions that expire, and remove what trainers pushed.
+_PUSHERS = _ADMINS | {Role.TRAINER}
 _OPERATORS = frozenset({Role.OPERATOR})
 _WATCHERS = frozenset({Role.OPERATOR, Role.AUDITOR})
 _ROUTERS = frozenset({Role.ROUTER})
@@ -86,11 +89,12 @@ RELAY = "relay"
 SGLANG_SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 
-_GENERATE = Permission(GENERATE, {Port.PUBLIC: _USERS})
-_TOKENIZE = Permission(TOKENIZE, {Port.PUBLIC: _USERS})
+_GENERATE = Permission(GENERATE, {Port.PUBLIC: _SAMPLERS})
+_TOKENIZE = Permission(TOKENIZE, {Port.PUBLIC: _SAMPLERS})
 # Operators upload adapters too: those of all tenants, of the tenant `shared`.
 _READ_ADAPTERS = Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
 _WRITE_ADAPTERS = Permission(ADAPTERS_WRITE, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS})
+_PUSH_ADAPTERS = replace(_WRITE_ADAPTERS, roles={Port.PUBLIC: _PUSHERS, Port.OPERATORS: _OPERATORS})
 _READ_CLUSTER = Permission(CLUSTER_READ, {Port.OPERATORS: _WATCHERS})
 _WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
 # A tenant sees its own jobs.
@@ -131,15 +135,15 @@ PERMISSIONS: Mapping[str, Permission] = {
     **_of(
         "loraplex.adapters.v1.AdapterService",
         {
-            "UploadRevision": _WRITE_ADAPTERS.recorded(answer=("revision.name", "created")),
-            "ImportRevision": _WRITE_ADAPTERS.recorded(
+            "UploadRevision": _PUSH_ADAPTERS.recorded(answer=("revision.name", "created")),
+            "ImportRevision": _PUSH_ADAPTERS.recorded(
                 "adapter", "source", answer=("imported.revision.name", "imported.created")
             ),
             "ExportRevision": _WRITE_ADAPTERS.recorded("name", "destination", answer=("exported.pin",)),
             "CertifyRevision": _WRITE_ADAPTERS.recorded("name", "certificate.quantization", "calibration.temperature"),
             "ValidateAdapter": _WRITE_ADAPTERS,
             "SetAlias": _WRITE_ADAPTERS.recorded("adapter", "alias", "digest"),
-            "DeleteAdapter": _WRITE_ADAPTERS.recorded("name", "purge"),
+            "DeleteAdapter": _PUSH_ADAPTERS.recorded("name", "purge"),
             "ListAdapters": _READ_ADAPTERS,
             "ListRevisions": _READ_ADAPTERS,
             # Names of all tenants' adapters, as GetTraffic has them.

@@ -27,7 +27,8 @@ ISSUER, AUDIENCE = "https://issuer.example", "loraplex"
 # A scope that no method of these servers has.
 IDLE_SCOPE = "relay"
 
-_URIS = {Role.TENANT_USER: f"loraplex://tenant/{TENANT}", Role.TENANT_ADMIN: f"loraplex://tenant-admin/{TENANT}"}
+_URIS = {Role.TENANT_USER: f"loraplex://tenant/{TENANT}"}
+_URIS |= {role: f"loraplex://{role}/{TENANT}" for role in (Role.TENANT_ADMIN, Role.TRAINER)}
 
 Pair = tuple[bytes, bytes]
 

@@ -5,7 +5,7 @@ import { byId, element } from "./elements.js";
 
 // Seconds before its end at which a session gets another token, and between attempts while the provider is away.
 const RENEW_S = 30, AWAY_S = 30;
-const OWN_ROLES = ["tenant-user", "tenant-admin"];
+const OWN_ROLES = ["tenant-user", "tenant-admin", "trainer"];
 const asked = await fetch("session").then((answer) => (answer.ok ? answer.json() : {})).catch(() => ({}));
 const issuers = asked.issuers ?? [];
 let person = asked.person ?? null;
