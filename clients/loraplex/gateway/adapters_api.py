@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -27,7 +28,9 @@ _NAMES = {
     r"header\.base_model": "model",
     r"(name|parent)$": "adapter",
 }
-_QUERY = ("model", "alias")
+# Longest time to live in seconds of a revision: ten years.
+_LONGEST_S = 3_650 * 86_400.0
+_QUERY = ("model", "alias", "ttl_s")
 # OpenAPI's description of an upload's request.
 UPLOAD: Mapping[str, Any] = {
     "parameters": [{"name": name, "in": "query", "schema": {"type": "string"}} for name in _QUERY],
@@ -156,10 +159,23 @@ def read_query(call: HttpCall, names: Sequence[str]) -> QueryParams:
         if name not in names:
             raise invalid(
                 name[:80],
-                f"is not a parameter; {' and '.join(names)} {'are' if names[1:] else 'is'}",
+                f"is not a parameter; {', '.join(names)} {'are' if names[1:] else 'is'}",
                 "unknown_parameter",
             )
     return query
+
+
+def read_ttl(value: str | float | None) -> float | None:
+    """Return a time to live in seconds; None for none. Raises HttpError."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= _LONGEST_S:
+        raise invalid("ttl_s", f"{str(value)[:40]} is not a number of seconds between 1 and {_LONGEST_S:.0f}")
+    return seconds
 
 
 @reads_body
@@ -174,10 +190,12 @@ async def put_adapter(call: HttpCall) -> None:
                 yield piece
         form.finish()
 
-    alias, model = query.get("alias", ""), query.get("model", "")
+    alias, model, ttl_s = query.get("alias", ""), query.get("model", ""), read_ttl(query.get("ttl_s"))
     try:
         async with asyncio.timeout(call.timeout_s):
-            pushed = await store.push_pieces(pieces(), call.parameters["adapter"], base_model=model, alias=alias)
+            pushed = await store.push_pieces(
+                pieces(), call.parameters["adapter"], base_model=model, alias=alias, ttl_s=ttl_s
+            )
     except LoraplexError:  # of which one is a TimeoutError too
         raise
     except TimeoutError:

@@ -347,7 +347,7 @@ async def messages(call: HttpCall) -> None:
     """Answer a conversation, whole or as a stream. Raises HttpError, LoraplexError."""
     request = await call.read(MESSAGES)
     options, chat = options_of(request), conversation(request)
-    model = await call.cluster.named(call.caller, request["model"])
+    model = await call.named(request["model"])
     request_id = call.exchange.request_id
     head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": request["model"]}
     with chat.naming_origins():
@@ -369,7 +369,7 @@ async def count_tokens(call: HttpCall) -> None:
     request = await call.read(COUNT)
     options, chat = options_of(request), conversation(request)
     options.pop("response_format", None)  # not in the prompt
-    model = await call.cluster.named(call.caller, request["model"])
+    model = await call.named(request["model"])
     with chat.naming_origins():
         count = await call.caller.count_tokens(messages=chat.messages, **model, **options)
     await call.exchange.answer({"input_tokens": count})

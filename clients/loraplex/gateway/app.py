@@ -63,6 +63,18 @@ from loraplex.gateway.tgi_api import (
     tokenizer_info,
 )
 from loraplex.gateway.tgi_api import PROTOCOL as TGI
+from loraplex.gateway.trainer_api import (
+    LOAD,
+    UNLOAD,
+    is_paused,
+    load_adapter,
+    pause,
+    reset_prefix_cache,
+    resume,
+    server_info,
+    unload_adapter,
+)
+from loraplex.gateway.trainer_api import PROTOCOL as TRAINERS
 from loraplex.gateway.turns import Turns
 from loraplex.gateway.usage_api import show_all_usage, show_usage
 from loraplex.issuers.tokens import JwtReader
@@ -102,8 +114,13 @@ async def show_version(call: HttpCall) -> None:
 
 # Advice for paths that clients ask for and that are not served.
 _HINTS = {
-    "/v1/load_lora_adapter": "; upload an adapter's files with PUT /v1/adapters/NAME: workers load what requests name",
-    "/v1/unload_lora_adapter": "; workers make room themselves, and DELETE /v1/adapters/NAME removes an adapter",
+    **dict.fromkeys(
+        (
+            *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+            *("/get_world_size", "/init_communicator", "/update_named_param", "/collective_rpc", "/init_broadcaster"),
+        ),
+        "; the base's weights are not replaced: train an adapter, and load it with POST /v1/load_lora_adapter",
+    ),
     "/metrics": "; the gateway's metrics have an address of their own, which --metrics-port sets",
 }
 
@@ -145,6 +162,15 @@ PATHS = {
     "/v1/adapters/{adapter}/releases": Served(ADAPTERS, {"GET": list_releases}),
     "/v1/adapters/{adapter}/releases/{number}": Served(ADAPTERS, {"GET": get_release, "POST": change_release}, CHANGE),
     "/v1/adapters/{adapter:path}": Served(ADAPTERS, {"GET": get_adapter, "PUT": put_adapter, "DELETE": delete_adapter}),
+    "/v1/load_lora_adapter": Served(TRAINERS, {"POST": load_adapter}, LOAD),
+    "/v1/unload_lora_adapter": Served(TRAINERS, {"POST": unload_adapter}, UNLOAD),
+    "/load_lora_adapter": Served(TRAINERS, {"POST": load_adapter}, LOAD),
+    "/unload_lora_adapter": Served(TRAINERS, {"POST": unload_adapter}, UNLOAD),
+    "/pause": Served(TRAINERS, {"POST": pause}),
+    "/resume": Served(TRAINERS, {"POST": resume}),
+    "/is_paused": Served(TRAINERS, {"GET": is_paused}),
+    "/reset_prefix_cache": Served(TRAINERS, {"POST": reset_prefix_cache}),
+    "/server_info": Served(TRAINERS, {"GET": server_info}),
     "/v1/messages": Served(ANTHROPIC, {"POST": messages}, MESSAGES, "chat"),
     "/v1/messages/count_tokens": Served(ANTHROPIC, {"POST": count_tokens}, COUNT),
     "/generate": Served(TGI, {"POST": generate}, GENERATE, "text_completion"),
@@ -239,6 +265,7 @@ async def serving(
         providers,
         cookies,
         spans=spans or Spans(),
+        logprobs_mode=settings.logprobs_mode,
     )
     app = application(gateway, settings.requests_limit)
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)

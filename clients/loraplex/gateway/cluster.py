@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -102,6 +103,11 @@ class Cluster:
     def caller(self, headers: Headers) -> AsyncClient:
         """Return a client that calls as the request's tenant, or with its credential. Raises HttpError."""
         return self._client.for_caller(*self._who(headers))
+
+    def identity(self, headers: Headers) -> bytes:
+        """Return a hash of a request's credential, or of its tenant where none is checked. Raises HttpError."""
+        tenant, credential = self._who(headers)
+        return sha256((credential or f"tenant {tenant}").encode()).digest()
 
     def releases(self, headers: Headers) -> AsyncConnection:
         """Return a connection to the store's ReleaseService, for the request's tenant. Raises HttpError."""
@@ -252,9 +258,21 @@ def _credential(headers: Headers) -> str:
     credentials = {value.strip() for value in headers.getlist("x-api-key")}
     for value in headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
-        if scheme.lower() != "bearer":
+        if scheme.lower() == "basic":  # of clients that know nothing but a URL, such as TRL's: http://any:KEY@HOST
+            key = _password(key)
+        elif scheme.lower() != "bearer":
             raise HttpError(401, "credential_invalid", "authorization: give `Bearer` and an API key or a token")
         credentials.add(key.strip())
     if len(credentials) > 1:
         raise HttpError(401, "credentials_differ", "the request has two credentials; give one")
     return "".join(credentials)
+
+
+def _password(encoded: str) -> str:
+    try:
+        user, colon, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+    except ValueError:
+        colon = ""
+    if not colon:
+        raise HttpError(401, "credential_invalid", "authorization: `Basic` is the base64 of NAME:KEY")
+    return password or user

@@ -190,7 +190,7 @@ async def _decide(
     call: HttpCall, request: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], questions: Sequence[Question]
 ) -> Decisions:
     """Return the decisions of a request's model or adapter."""
-    named = await call.cluster.named(call.caller, request["model"])
+    named = await call.named(request["model"])
     calibrated = bool(request.get("calibrated"))
     answer = await call.caller.decide(
         None, questions, calibrated=calibrated, messages=messages, timeout_s=call.timeout_s, **named

@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from loraplex.gateway.provider import Providers
 from loraplex.gateway.request_span import RequestSpan
 from loraplex.gateway.sessions import Cookies
 from loraplex.gateway.settings import GatewaySettings
+from loraplex.gateway.trainers import Trainers
 from loraplex.gateway.turns import Turns
 from loraplex.runtime.rpc.shares import FairThreads, Shares
 from loraplex.runtime.telemetry.metrics import LONG_S, Meters
@@ -148,6 +149,9 @@ class Gateway:
     cookies: Cookies | None = None
     long: FairThreads = field(default_factory=lambda: FairThreads(LONG_THREADS, "long-work"))
     spans: Spans = field(default_factory=Spans)
+    trainers: Trainers = field(default_factory=Trainers)
+    # Of requests that say none.
+    logprobs_mode: str = "raw_logprobs"
 
     def reader(self, headers: Headers) -> str:
         """Return the site whose pages may read the answer to a request; empty for none, `*` for any.
@@ -189,7 +193,8 @@ class HttpCall:
         self._long, self._counted_as = gateway.long, counted_as
         self.cluster = gateway.cluster
         self.metrics = gateway.metrics
-        self.turns = gateway.turns
+        self.turns, self.trainers = gateway.turns, gateway.trainers
+        self.logprobs_mode = gateway.logprobs_mode
         self.providers, self.cookies = gateway.providers, gateway.cookies
         self.body = body
         self.parameters = parameters
@@ -199,6 +204,18 @@ class HttpCall:
     def caller(self) -> AsyncClient:
         """Return the client of the request's tenant. Raises HttpError, LoraplexError."""
         return self.cluster.caller(self.exchange.headers)
+
+    @property
+    def identity(self) -> bytes:
+        """Return a hash of the request's credential, or of its tenant without credentials. Raises HttpError."""
+        return self.cluster.identity(self.exchange.headers)
+
+    async def named(self, name: str) -> Mapping[str, Any]:
+        """Return the options of what `name` names, as Cluster.named does. Raises HttpError, LoraplexError."""
+        options = await self.cluster.named(self.caller, name)
+        if adapter := options.get("adapter_id"):
+            return {**options, "adapter_id": self.trainers.exact(self.identity, adapter)}
+        return options
 
     def sign_in(self) -> tuple[Providers, Cookies]:
         """Return what signs people in. Raises HttpError where the gateway signs nobody in."""
@@ -336,7 +353,7 @@ class HttpEndpoint:
                 body = b"" if handler in _READS_BODY else await exchange.read_body(self._open.bytes, caller)
                 call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller, span)
                 with span.current():
-                    work = asyncio.create_task(_run(handler, call))
+                    work = asyncio.create_task(_run(handler, call, samples=self._operation in _SAMPLING))
                 await _unless_left(exchange, work)
             finally:
                 self._open.bytes.give(caller, exchange.body_bytes)
@@ -361,8 +378,13 @@ class HttpEndpoint:
             await exchange.answer(self._protocol.error(error), self._protocol.status(error), error.headers())
 
 
-async def _run(handler: Handler, call: HttpCall) -> None:
-    await handler(call)
+# Operations that wait while their caller has paused.
+_SAMPLING = ("chat", "text_completion")
+
+
+async def _run(handler: Handler, call: HttpCall, *, samples: bool) -> None:
+    async with call.trainers.sampling(call.identity) if samples else nullcontext():
+        await handler(call)
 
 
 async def _unless_left(exchange: Exchange, working: asyncio.Task[None]) -> None:

@@ -399,13 +399,14 @@ async def _models(call: HttpCall) -> list[dict[str, Any]]:
     bases = await call.cluster.models(call.caller)
     entries = [_base(model) for model in bases]
     if call.cluster.has_store:
-        served = {model.name for model in bases}
+        served = {model.name: model.context_length for model in bases}
         adapters = []
         with suppress(PermissionDeniedError):  # a key of the scope generate, which may name adapters, not list them
             usable = await call.caller.store.list(usable=True)
             adapters = [adapter for adapter in usable if adapter.base_model in served]
         # A tenant's own adapter hides a shared one of the same name.
-        entries += {model["id"]: model for model in map(_adapter, sorted(adapters, key=_is_own))}.values()
+        named = [_adapter(adapter, served[adapter.base_model]) for adapter in sorted(adapters, key=_is_own)]
+        entries += {model["id"]: model for model in named}.values()
     return entries
 
 
@@ -424,7 +425,7 @@ def _base(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _adapter(adapter: Adapter) -> dict[str, Any]:
+def _adapter(adapter: Adapter, context_length: int) -> dict[str, Any]:
     _, tenant, _, name = adapter.name.split("/", 3)
     return {
         "id": name,
@@ -432,6 +433,7 @@ def _adapter(adapter: Adapter) -> dict[str, Any]:
         "created": int(adapter.create_time.timestamp()),
         "owned_by": tenant,
         "root": adapter.name,
+        "max_model_len": context_length,
         "parent": adapter.base_model,
         "aliases": dict(adapter.aliases),
     }
@@ -443,7 +445,7 @@ async def embeddings(call: HttpCall) -> None:
     if request.get("dimensions") is not None:
         raise not_served("dimensions")
     texts = _texts(request["input"])
-    named = await call.cluster.named(call.caller, request["model"])
+    named = await call.named(request["model"])
     answer = call.finished(await call.caller.embed(texts, timeout_s=call.timeout_s, **named))
     as_text = request.get("encoding_format") == "base64"
     tokens = answer.usage.prompt_tokens

@@ -136,9 +136,10 @@ async def chat_completions(call: HttpCall) -> None:
     """Answer a chat, whole or as a stream. Raises HttpError, LoraplexError."""
     request = await call.read(CHAT)
     options, usage, with_ids = chat_options(request), stream_usage(request), shows_ids(request)
+    options.setdefault("logprobs_mode", call.logprobs_mode)
     call.exchange.names = format_names(request)
     messages = sdk_messages(request["messages"])
-    named = await call.cluster.named(call.caller, request["model"])
+    named = await call.named(request["model"])
     request_id = call.exchange.request_id
     texts = _texts(call, request, named) if "logprobs" in options else None
     shows_reasoning = request.get("include_reasoning") is not False
@@ -338,9 +339,10 @@ async def completions(call: HttpCall) -> None:
     """Answer prompts, whole or as a stream. Raises HttpError, LoraplexError."""
     request = await call.read(COMPLETION)
     options, usage, with_ids = completion_options(request), stream_usage(request), shows_ids(request)
+    options.setdefault("logprobs_mode", call.logprobs_mode)
     call.exchange.names = format_names(request)
     prompts = _prompts(request["prompt"])
-    named = await call.cluster.named(call.caller, request["model"])
+    named = await call.named(request["model"])
     request_id = call.exchange.request_id
     head = head_of("text_completion", "cmpl", request_id, request["model"])
     texts = None if options["logprobs"] is None else _texts(call, request, named)

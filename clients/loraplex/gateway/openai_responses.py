@@ -86,7 +86,7 @@ async def responses(call: HttpCall) -> None:
     before = request.get("previous_response_id")
     earlier = [] if before is None else call.turns.items(call.claimed, before)
     chat = conversation(request, earlier, items)
-    model = await call.cluster.named(call.caller, request["model"])
+    model = await call.named(request["model"])
     texts = LogprobTexts(call, model.get("model", "")) if "logprobs" in options else None
     request_id = call.exchange.request_id
     response_id, as_events = f"resp_{request_id}", bool(request.get("stream"))

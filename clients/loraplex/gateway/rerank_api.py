@@ -70,7 +70,7 @@ async def _ranked(
     call: HttpCall, request: Mapping[str, Any], query: str | Sequence[str], documents: Sequence[str]
 ) -> Ranking:
     """Return the scores of documents by a model or an adapter."""
-    named = await call.cluster.named(call.caller, request["model"])
+    named = await call.named(request["model"])
     options = {name: request.get(name) for name in ("top_n", "instruction", "truncate", "yes", "no")}
     for name in ("top_n", "max_tokens_per_doc"):
         if (number := request.get(name)) is not None and not 1 <= number < 1 << 32:

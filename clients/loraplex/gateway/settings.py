@@ -56,6 +56,9 @@ class GatewaySettings:
         KEPT_S,
         least=0,
     )
+    logprobs_mode: str = setting(
+        "raw_logprobs, or processed_logprobs: the default of `logprobs_mode` in requests", "raw_logprobs"
+    )
     drain_s: float = setting("seconds that running requests may take after SIGTERM", 5.0)
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
@@ -83,6 +86,8 @@ class GatewaySettings:
             )
         if self.operator_store and not self.ca:
             raise ValueError(f"--operator-store {self.operator_store}: needs --ca; without it --store is the one port")
+        if self.logprobs_mode not in {"raw_logprobs", "processed_logprobs"}:
+            raise ValueError(f"--logprobs-mode {self.logprobs_mode}: raw_logprobs or processed_logprobs")
         signing_in = (self.jwt_issuers, self.page_url, self.session_key)
         if any(signing_in) and not all((*signing_in, self.ca)):
             raise ValueError("--jwt-issuers, --page-url, --session-key: give all three, with --ca, or none")

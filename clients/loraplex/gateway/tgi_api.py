@@ -442,7 +442,7 @@ async def _count(call: HttpCall, request: Mapping[str, Any]) -> None:
 
 
 async def _model(call: HttpCall, request: Mapping[str, Any]) -> Mapping[str, Any]:
-    return await call.cluster.named(call.caller, request["model"]) if request.get("model") else {}
+    return await call.named(request["model"]) if request.get("model") else {}
 
 
 async def detokenize(call: HttpCall) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -58,6 +59,8 @@ def spellings() -> Iterator[Headers]:
             yield Headers({"authorization": f"{scheme}{space}{KEY}"})
             yield Headers({"authorization": f"{scheme}{space}{KEY}", "x-api-key": f"{KEY} "})
             yield Headers({"authorization": f"{scheme}{space}{KEY}", "x-loraplex-tenant": f"t{len(space)}"})
+    for user in (f"any:{KEY}", f"{KEY}:"):
+        yield Headers({"authorization": f"Basic {b64encode(user.encode()).decode()}"})
 
 
 async def test_every_spelling_of_a_key_is_one_caller_whom_a_router_is_asked_about_once(

@@ -31,6 +31,9 @@ class Caller:
     async def counted_as(self, headers: Headers) -> str:
         return headers.get("authorization", "")
 
+    def identity(self, headers: Headers) -> bytes:
+        return headers.get("authorization", "").encode()
+
 
 class Client:
     """Sends a body; leaves where a test says so."""

@@ -33,8 +33,17 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     flags = ENGINE_PROTOCOL if is_installed("smg_grpc_proto") else ()
     directory = tmp_path_factory.mktemp("gateway")
     adapters = write_hash_adapters(directory / "adapters")
+    sources = directory / "sources.toml"
+    sources.write_text(f'[[source]]\nprefix = "file://{directory}/adapters"\n')
     async with running_cluster(
-        directory / "cluster", MODEL, adapters, workers=2, routers=2, http=True, router_flags=flags
+        directory / "cluster",
+        MODEL,
+        adapters,
+        workers=2,
+        routers=2,
+        http=True,
+        router_flags=flags,
+        store_flags=("--sources", str(sources)),
     ) as running:
         yield running
 

@@ -169,7 +169,7 @@ async def test_a_broken_upload_gets_one_clear_error_and_leaves_nothing(
         ("/v1/adapters/UP@x", 400, "adapter: "),
         ("/v1/adapters/x?alias=a/b", 400, "alias: "),
         ("/v1/adapters/x?model=nobody", 404, "base model not found: nobody"),
-        ("/v1/adapters/x?path=/etc", 400, "path: is not a parameter; model and alias are"),
+        ("/v1/adapters/x?path=/etc", 400, "path: is not a parameter; model, alias, ttl_s are"),
     ],
 )
 async def test_names_are_checked_before_the_files(cluster: Cluster, path: str, status: int, error: str) -> None:
@@ -187,6 +187,8 @@ async def test_a_client_that_leaves_ends_its_upload(cluster: Cluster, eventually
 
 
 async def test_paths_of_vllm_say_what_to_do(cluster: Cluster) -> None:
-    status, answer = await ask(cluster, "POST", "/v1/load_lora_adapter", b"{}", "application/json")
+    status, answer = await ask(cluster, "POST", "/update_weights", b"{}", "application/json")
     assert status == 404
-    assert "PUT /v1/adapters/NAME" in answer["error"]["message"]
+    assert answer["error"]["message"].endswith(
+        "the base's weights are not replaced: train an adapter, and load it with POST /v1/load_lora_adapter"
+    )

@@ -70,7 +70,7 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
         ((b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",), 404, "unknown_path"),
         ((b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",), 405, "method_not_allowed"),
         ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.test\r\n\r\n",), 403, "host_not_allowed"),
-        ((POST, b"x-loraplex-tenant: b\r\nContent-Length: 2\r\n\r\n{}"), 400, "missing_required_parameter"),
+        ((POST, b"x-loraplex-tenant: b\r\nContent-Length: 2\r\n\r\n{}"), 400, "invalid_value"),
         ((b"GET /v1/models HTTP/1.1\r\nx-loraplex-tenant: A B\r\n\r\n",), 401, "unauthenticated"),
         ((b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", BEHIND), 405, "method_not_allowed"),
     ],

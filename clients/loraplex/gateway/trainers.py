@@ -1,0 +1,91 @@
+"""What trainers have told this gateway: callers whose new sampling calls wait, and names that were just loaded.
+
+Both belong to a credential, and without credentials to a tenant: no caller holds up or sees another's. A second gateway
+does not know them: calls there do not wait, and a name that was loaded again means its former revision for a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from loraplex.gateway.errors import full
+
+# Time in seconds after which a pause ends by itself: its trainer may have died.
+PAUSE_S = 600.0
+# Maximum number of callers that have paused.
+_PAUSED = 1_024
+# Time in seconds for which a loaded name is sent with its digest; routers look for other revisions each second.
+_LOADED_S = 5.0
+# Maximum number of loaded names that are remembered.
+_LOADED = 10_000
+
+
+class Trainers:
+    """Pauses and loaded names, by the callers' hashes."""
+
+    def __init__(self) -> None:
+        self._paused: dict[bytes, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
+        self._running: Counter[bytes] = Counter()
+        self._idle: dict[bytes, asyncio.Event] = {}
+        # The digest that a caller's name means, and until when it is certain.
+        self._loaded: dict[tuple[bytes, str], tuple[str, float]] = {}
+
+    def pause(self, caller: bytes) -> None:
+        """Let the caller's new sampling calls wait until it resumes, or PAUSE_S have passed. Raises HttpError."""
+        if caller not in self._paused and len(self._paused) >= _PAUSED:
+            raise full("has as many paused callers as it may")
+        resumed = self._end(caller) or asyncio.Event()
+        timer = asyncio.get_running_loop().call_later(PAUSE_S, self.resume, caller)
+        self._paused[caller] = resumed, timer
+
+    def resume(self, caller: bytes) -> None:
+        """Let the caller's calls go on; one that has not paused may resume, too."""
+        if (resumed := self._end(caller)) is not None:
+            resumed.set()
+
+    def is_paused(self, caller: bytes) -> bool:
+        """Return whether the caller's new sampling calls wait."""
+        return caller in self._paused
+
+    def _end(self, caller: bytes) -> asyncio.Event | None:
+        if (paused := self._paused.pop(caller, None)) is None:
+            return None
+        paused[1].cancel()
+        return paused[0]
+
+    @asynccontextmanager
+    async def sampling(self, caller: bytes) -> AsyncIterator[None]:
+        """Begin a sampling call, once its caller has not paused; it runs while the context is open."""
+        while (paused := self._paused.get(caller)) is not None:
+            await paused[0].wait()
+        self._running[caller] += 1
+        try:
+            yield
+        finally:
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller]
+                if (idle := self._idle.pop(caller, None)) is not None:
+                    idle.set()
+
+    async def wait_idle(self, caller: bytes) -> None:
+        """Wait until no sampling call of the caller runs."""
+        while self._running[caller]:
+            await self._idle.setdefault(caller, asyncio.Event()).wait()
+
+    def remember(self, caller: bytes, name: str, digest: str) -> None:
+        """Remember what a name means that was loaded now; an empty digest forgets it."""
+        self._loaded.pop((caller, name), None)
+        if digest:
+            self._loaded[caller, name] = digest, time.monotonic() + _LOADED_S
+        while len(self._loaded) > _LOADED or (self._loaded and next(iter(self._loaded.values()))[1] < time.monotonic()):
+            del self._loaded[next(iter(self._loaded))]
+
+    def exact(self, caller: bytes, name: str) -> str:
+        """Return a name with the digest of the revision that was just loaded, or as it is."""
+        digest, until = self._loaded.get((caller, name), ("", 0.0))
+        return f"{name}@{digest}" if time.monotonic() < until else name
