@@ -97,6 +97,12 @@ async def check_callers(addresses: dict[str, str], directory: Path) -> None:
         models = await http.get(f"https://{addresses['http']}/v1/models")
         asked = {"model": "tiny", "prompt": "x", "max_tokens": 3}
         answer = await http.post(f"https://{addresses['http']}/v1/completions", json=asked)
+    operator = {"authorization": f"Bearer {(directory / 'first-operator.key').read_text().strip()}"}
+    async with httpx2.AsyncClient(verify=context, headers=operator) as http:
+        state = await http.get(f"https://{addresses['http']}/cluster/state")
+        usage = await http.get(f"https://{addresses['http']}/cluster/usage", params={"tenant": "acme"})
+    assert [state.status_code, usage.status_code] == [200, 200], (state.text, usage.text)
+    assert len(state.json()["workers"]) == 1
     assert answer.status_code == 200, answer.text
     assert models.status_code == 200, models.text
     assert [model["id"] for model in models.json()["data"]] == ["tiny"]

@@ -217,10 +217,14 @@ class LocalCluster:
         for _ in range(settings.workers):
             await self.start_worker()
         await self.processes["store"].wait_ready()
-        self.routers = tuple([(await self.processes[name].wait_ready())["router"] for name in names])
+        served = [await self.processes[name].wait_ready() for name in names]
+        self.routers = tuple(ready["router"] for ready in served)
         self.router = self.routers[0]
         if settings.http_port is not None:
             flags = ["--router", ",".join(self.routers), "--store", self.store]
+            if settings.credentials is not None:
+                operated = ",".join(ready["operators"] for ready in served)
+                flags += ["--operator-router", operated, "--operator-store", self.operators]
             await self._spawn_service("gateway", [*self._listen(settings.http_port), *flags])
             self.http = (await self.processes["gateway"].wait_ready())["gateway"]
 
