@@ -9,15 +9,18 @@ from random import Random
 
 from loraplex.contracts.broker.keys import key_account
 from loraplex.contracts.broker.terms import HELD_MS, RECOVERY_MS
+from loraplex.contracts.plans import Price, money
 from loraplex.router.quotas.plans import Plans
 from loraplex.router.quotas.quotas import RENEW_S
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.loop import Node
-from tests.simulation.redis import SimulatedRedis
+from tests.simulation.redis import SimulatedRedis, UsageEvent
 from tests.simulation.router import STOP_S
 from tests.simulation.stories import End, Plan, Story, asked_tokens
 
 TENANTS = ("one", "two", "three")
+# Name of the base model.
+BASE = "hash"
 # Faults in which no router reaches Redis, or tells it in time what it knows.
 _AWAY = frozenset({Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_SLOW})
 # Maximum time in seconds between two reports of a router that runs and reaches Redis: the interval of its renewals, and
@@ -36,15 +39,33 @@ def _keys_of(tenant: str) -> tuple[str, str]:
     return f"{tenant}-first", f"{tenant}-second"
 
 
+def draw_prices(own: Random) -> dict[str, tuple[int, int, int]]:
+    """Return prices of the base model and of adapters, in nano-units of a token; none in half of all scenarios."""
+    prices: dict[str, tuple[int, int, int]] = {}
+    for name in (BASE, *(f"tenants/one/adapters/{adapter}@1" for adapter in "ab")) * (own.random() < 0.5):
+        if own.random() < 0.8:
+            whole = own.choice((0, 150, 999_999_999))
+            prices[name] = whole, own.choice((whole, whole // 2, 0)), own.choice((0, 600, 1_000_000_000))
+    return prices
+
+
 def draw_quotas(chance: Random, plans: Sequence[Plan]) -> str:
-    """Return a plans file: of each tenant a limit or two, which its requests may reach or not, and of some keys."""
-    lines: list[str] = []
+    """Return a plans file: of each tenant a limit or two, which its requests may reach or not, and of some keys; and
+    prices with budgets.
+    """
+    # Of its own chance, so that older seeds draw what they drew before there were prices.
+    own = Random(f"prices {[plan.request.prompt for plan in plans]}")
+    prices = draw_prices(own)
+    dearest = max((max(price) for price in prices.values()), default=0)
+    lines = ["[prices]", *(f'"{name}" = {list(price)}' for name, price in prices.items())] if prices else []
     default = Random(f"default {chance.random()}").choice(TENANTS)  # has no plan of its own, in half of all scenarios
     for tenant in TENANTS:
         wanted = [asked_tokens(plan) for plan in plans if plan.request.tenant == tenant] or [1]
         tokens = max(*wanted, round(sum(wanted) * chance.choice((0.3, 0.7, 2.0))), 1)
         is_default = tenant == default and tokens % 2
         lines += ["[default]" if is_default else f"[tenants.{tenant}]", f"tokens_per_day = {tokens}"]
+        if dearest and own.random() < 0.5:
+            lines += _budgets(dearest * max(*wanted, round(sum(wanted) * own.choice((0.3, 0.7, 2.0)))))
         if chance.random() < 0.15:
             lines.append(f"concurrent_streams = {chance.randint(1, 4)}")
         if chance.random() < 0.15:
@@ -55,17 +76,30 @@ def draw_quotas(chance: Random, plans: Sequence[Plan]) -> str:
         if chance.random() < 0.75:  # else the key has no account
             tokens = max(*wanted, 1, round(sum(wanted) * chance.choice((0.3, 0.7, 2.0))))
             lines.append(f"tokens_per_day = {tokens}")
-        own = Random(f"queue of {key} {wanted}")  # another one leaves the rest as it is
-        if own.random() < 0.6:
-            lines.append(f"weight = {own.choice((0.3, 1, 2, 5))}")
-        if own.random() < 0.3:
-            lines.append(f"queue_share = {own.choice((0.0001, 0.5))}")
+            if dearest and own.random() < 0.5:
+                lines += _budgets(dearest * tokens)
+        queue = Random(f"queue of {key} {wanted}")  # another one leaves the rest as it is
+        if queue.random() < 0.6:
+            lines.append(f"weight = {queue.choice((0.3, 1, 2, 5))}")
+        if queue.random() < 0.3:
+            lines.append(f"queue_share = {queue.choice((0.0001, 0.5))}")
     return "\n".join(lines)
+
+
+def _budgets(nanos: int) -> list[str]:
+    """Return lines of a budget in units of the currency, and of the half of it from which answers warn."""
+    return [f"budget_per_month = {money(nanos)}", f"budget_warning = {money(nanos // 2)}"]
 
 
 def accounts_of(plan: Plan) -> list[str]:
     """Return the names of the accounts in which a request may be reserved: its tenant's and its key's."""
     return [plan.request.tenant, *([key_account(plan.key)] if plan.key else [])]
+
+
+def cost_of(event: UsageEvent, price: Price) -> int:
+    """Return what the tokens of an event cost, in nano-units of the currency."""
+    computed = event.input - event.cached
+    return computed * price.input + event.cached * price.cached + event.output * price.output
 
 
 class Charges:
@@ -89,15 +123,33 @@ class Charges:
             untold += self._stopped(account)
             if got > most + untold + bound:
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
-            charged = self._redis.look(account).get("day_tokens", 0)
+            counts = self._redis.look(account)
+            charged, cost = counts.get("day_tokens", 0), counts.get("month_cost", 0)
             self._redis.read_usage()
-            in_events = sum(tokens for tokens, accounts in self._redis.events.values() if account in accounts)
+            events = [event for event in self._redis.events.values() if account in event.accounts]
+            in_events = sum(event.tokens for event in events)
             if abs(charged - in_events) > bound:
                 wrong.append(f"{account} was charged {charged} tokens, its events have {in_events}")
+            prices = [self._plans.price_of(event.model, event.revision)[1] for event in events]
+            dearest = max((max(price.input, price.output) for price in prices), default=0)
+            if abs(cost - (of_events := sum(event.cost for event in events))) > bound * dearest:
+                wrong.append(f"{account} was charged {money(cost)}, its events have {money(of_events)}")
+            due = sum(cost_of(event, price) for event, price in zip(events, prices, strict=True))
+            if of_events != due:
+                wrong.append(f"the events of {account} have {money(of_events)}, their tokens cost {money(due)}")
+            budget, least_cost = limits.get("budget_per_month"), sum(map(self._least_cost, own))
+            if budget is not None and least_cost > budget + (untold + bound) * dearest:
+                wrong.append(f"{account} got tokens for {money(least_cost)}, its budget is {money(budget)}")
             least, largest = got - untold - bound, bound + sum(map(self._chargeable, own))
             if not least <= charged <= largest:
                 wrong.append(f"{account} was charged {charged} tokens, {least} to {largest} are due")
         return wrong
+
+    def _least_cost(self, story: Story) -> int:
+        """Return the least that the client's tokens may have cost: all of a prompt may have been cached."""
+        adapter = story.plan.request.adapter
+        _, price = self._plans.price_of(BASE, f"tenants/one/adapters/{adapter}@1" if adapter else "")
+        return story.received_tokens * min(price.cached, price.output)
 
     def _untold(self, story: Story, account: str) -> int:
         """Return the tokens that routers of the request, which died, may have sent after their last report.

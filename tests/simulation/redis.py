@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
 from typing import Any
 
@@ -42,6 +43,24 @@ class Held:
 
 # The reservations of the story whose call runs, by account, in the order of its calls.
 HELD: ContextVar[dict[str, list[Held]] | None] = ContextVar("HELD", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageEvent:
+    """What an event charges, to which accounts; `cost` is in nano-units of the currency."""
+
+    accounts: frozenset[str]
+    model: str
+    revision: str
+    input: int
+    cached: int
+    output: int
+    cost: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens."""
+        return self.input + self.output
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +101,8 @@ class SimulatedRedis:
         self.granted: list[tuple[str, int, int, str]] = []
         # Losses of data: the times since which it is gone, and at which it was lost.
         self.losses: list[tuple[int, int]] = []
-        # Tokens of usage events, by id, and the accounts that they are of.
-        self.events: dict[str, tuple[int, frozenset[str]]] = {}
+        # Usage events by id.
+        self.events: dict[str, UsageEvent] = {}
         # Times of the loop at which routers counted what they last told of reservations, by router and id.
         self.told_s: dict[tuple[Node, str], float] = {}
         # Time in ms that the server's clock is ahead.
@@ -284,8 +303,10 @@ class SimulatedRedis:
             fields = dict(zip(entry[::2], entry[1::2], strict=True))
             facts = msgspec.json.decode(fields[b"facts"], type=Facts)
             accounts = frozenset({facts.tenant, *([key_account(facts.key)] if facts.key else [])})
-            name, tokens = fields[b"id"].decode(), int(fields[b"input"]) + int(fields[b"output"])
-            self.events[name] = max(self.events.get(name, (0, accounts)), (tokens, accounts), key=lambda one: one[0])
+            numbers = (int(fields.get(name, b"0")) for name in (b"input", b"cached", b"output", b"cost"))
+            event = UsageEvent(accounts, facts.model, facts.adapter_revision, *numbers)
+            name = fields[b"id"].decode()
+            self.events[name] = max(self.events.get(name, event), event, key=attrgetter("tokens"))
         self.server.execute("DEL", LEDGER + "usage")
 
     def look(self, account: str) -> dict[str, int]:

@@ -11,6 +11,7 @@ import pytest
 
 from loraplex.contracts.broker.keys import key_account
 from loraplex.contracts.broker.ledger import Counts, Ledger, Reservation
+from loraplex.contracts.plans import money
 from tests.hash_answers import expected_scores
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import break_library
@@ -105,6 +106,39 @@ def test_a_score_that_its_router_charged_and_did_not_deliver_may_be_charged_agai
     assert len(settled_s) >= 2
     assert outcome.ends == {End.COMPLETED: 1}
     assert not outcome.wrong, str(outcome)
+
+
+def run_with_a_budget(faults: Sequence[Fault] = ()) -> Outcome:
+    """Run 60 requests whose prompts and tokens have prices, with a budget for 20 of them at the most."""
+    plans = tuple(replace(plan(number, 1.0 + number / 20, 20), router=number % 3) for number in range(60))
+    cluster = {"workers": 3, "routers": 3, "rows": 8, "kv_blocks": 400, "backlog": False}
+    budget = money(20 * asked_tokens(plans[0]) * 600)
+    quotas = f"[prices]\nhash = [600, 600, 600]\n[tenants.one]\ntokens_per_day = 100000\nbudget_per_month = {budget}\n"
+    return simulate_scenario(replace(draw(0), plans=plans, faults=tuple(faults), quotas=quotas, **cluster))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("faults", [(), KILLS, [Fault(Kind.REDIS_WIPE, 2.0, 0.0, 0, 0)]])
+def test_a_budget_is_held_and_events_have_what_is_charged(faults: Sequence[Fault]) -> None:
+    outcome = run_with_a_budget(faults)
+    assert not outcome.wrong, str(outcome)
+    assert outcome.ends[End.REFUSED] > 20
+    assert outcome.ends[End.COMPLETED] >= 20
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("numbers = {input = input, cached = cached, output = output, cost =", "numbers = {input = input, cached = "
+         "cached, output = output, cost = 2 *", "its events have 0."),
+        ("return (input - cached) * r.input_price +", "return", "their tokens cost 0."),
+        ("limit_name ~= 'budget_warning' and", "string.sub(limit_name, 1, 6) ~= 'budget' and", "its budget is 0."),
+    ],
+)  # fmt: skip
+def test_money_that_is_charged_wrongly_is_found(
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str, found: str
+) -> None:
+    break_library(monkeypatch, old, new)
+    assert any(found in line for line in run_with_a_budget().wrong)
 
 
 def run_with_weights() -> Outcome:
