@@ -301,6 +301,13 @@ def test_clients_events_and_accounts_are_compared_to_the_token() -> None:
     charges, used = charges_of(observation), observation.prompt_tokens + observation.completion_tokens
     assert with_ledger(charges, used, observation).holds
     assert "the account of acme" in with_ledger(charges, used + 1, observation).findings[0]
+    dear = [msgspec.structs.replace(charges[0], cost=600, due=600)]
+    assert (
+        "the account of acme has 0.000000000, its events have 0.000000600"
+        in with_ledger(dear, used, observation).findings[0]
+    )
+    wrong = [msgspec.structs.replace(charges[0], due=600)]
+    assert "has 0.000000000, its tokens cost 0.000000600" in with_ledger(wrong, used, observation).findings[0]
     more = [msgspec.structs.replace(charges[0], output=charges[0].output + 1)]
     assert with_ledger(more, used + 1, observation).holds, "a token was on its way when the link broke"
     more = [msgspec.structs.replace(charges[0], input=charges[0].input + 1)]

@@ -219,13 +219,17 @@ class Charged(msgspec.Struct, frozen=True, tag=True):
     output: int
     # Name of its account; empty: the base model's.
     adapter: str = ""
+    # In nano-units of the currency: what the event says, and what its tokens cost.
+    cost: int = 0
+    due: int = 0
 
 
 class Account(msgspec.Struct, frozen=True, tag=True):
-    """The tokens that a tenant's account in Redis has at the end."""
+    """The tokens that a tenant's account in Redis has at the end, and their cost in nano-units of the currency."""
 
     tenant: str
     tokens: int
+    cost: int = 0
 
 
 class Quota(msgspec.Struct, frozen=True, tag=True):

@@ -2,8 +2,8 @@
 
 A request's tokens are the client's, which the checker compares with the model's; those of the events with its
 request id; and, of all requests together, those of the tenant's account in Redis. Most tenants have the default plan,
-whose quota a few requests use up: those that are refused must be, and what clients got stays within the bound of
-docs/guides/quotas.md.
+whose quota, in tokens or in their price, a few requests use up: those that are refused must be, and what clients got
+stays within the bound of docs/guides/quotas.md. What events and accounts have in money is compared too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from redis.asyncio import Redis
 from loraplex.contracts.broker.keys import LEDGER, is_key_account
 from loraplex.contracts.broker.ledger import Ledger, Reservation
 from loraplex.contracts.broker.terms import HELD_MS, RECOVERY_MS
+from loraplex.contracts.plans import money
 from loraplex.router.catalog.store_client import StoreClient
 from loraplex.router.quotas.plans import Plans
 from loraplex.router.quotas.quotas import LINGER_S, RENEW_S, Facts, Quotas
 from tests.accounts import account_of
 from tests.trials.chaos.history import Account, Charged, Fault, Idle, Observation, Quota, Request, Revision
 from tests.trials.chaos.oracle import prompt_tokens
-from tests.trials.chaos.plan import IN_FLIGHT, TENANTS, Kind, Plan
+from tests.trials.chaos.plan import ADAPTERS, IN_FLIGHT, MODEL_NAME, TENANTS, Kind, Plan
 from tests.trials.chaos.verdict import Verdict
 
 # Lines of a history that tell of the ledger.
 LedgerLine = Charged | Account | Quota | Idle
+# Prices by model or adapter, in nano-units: of a token of a prompt, of one that a prefix cache had, and of an answer.
+Prices = Mapping[str, tuple[int, int, int]]
 # Maximum tokens of a choice on their way from a router to a client when the link between them breaks.
 AGAIN_TOKENS = 50
 # Reason of the refusal of a request whose tenant's quota has no room for it.
@@ -42,6 +45,10 @@ OVER_QUOTA = "QUOTA_EXCEEDED"
 # a hundred, at most for twelve hundred.
 DEFAULT_QUOTA, OWN_QUOTA = 1_500, 5_000
 _OWN = tuple(f"small-{number}" for number in range(4))
+# Price in nano-units of each token of the base model, and the prices that adapters may have: of a token of a prompt, of
+# one that a prefix cache had, of one of an answer.
+PRICE, ADAPTER_PRICES = 600, ((150, 75, 600), (2_000, 0, 1_999))
+_DEAREST = max(PRICE, *map(max, ADAPTER_PRICES))
 # Interval in seconds between looks at whether every reservation has ended and every charge is written.
 LOOK_S = 0.2
 # Time in seconds in which Redis's commands for an idle cluster are counted, and their maximum in a second.
@@ -66,12 +73,26 @@ def draw_quotas(plan: Plan) -> list[Quota]:
     return [*(Quota(tenant, OWN_QUOTA) for tenant in _OWN), *defaults]
 
 
+def draw_prices(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """Return the prices of the base model, and of some adapters of the busy tenants."""
+    own = random.Random(f"prices {plan.seed}")
+    adapters = [f"tenants/{tenant}/adapters/{name}" for tenant in TENANTS for name in ADAPTERS]
+    priced = {name: own.choice(ADAPTER_PRICES) for name in adapters if own.random() < 0.5}
+    return {MODEL_NAME: (PRICE, PRICE, PRICE), **priced}
+
+
 def draw_plans(plan: Plan) -> str:
-    """Return plans, as TOML, in which the busy tenants have some limits, which their requests keep to."""
-    chance = random.Random(f"plans {plan.seed}")
-    lines = ["[default]", f"tokens_per_day = {DEFAULT_QUOTA}"]
+    """Return prices and plans, as TOML, in which the busy tenants have some limits, which their requests keep to."""
+    chance, own = random.Random(f"plans {plan.seed}"), random.Random(f"money {plan.seed}")
+    lines = ["[prices]", *(f'"{name}" = {list(price)}' for name, price in draw_prices(plan).items())]
+
+    def limit(tokens: int) -> str:
+        """Return a limit of tokens, or of the money that they cost at the base model."""
+        return own.choice((f"tokens_per_day = {tokens}", f"budget_per_month = {money(tokens * PRICE)}"))
+
+    lines += ["[default]", limit(DEFAULT_QUOTA)]
     for tenant in _OWN:
-        lines += [f"[tenants.{tenant}]", f"tokens_per_day = {OWN_QUOTA}"]
+        lines += [f"[tenants.{tenant}]", limit(OWN_QUOTA)]
     for tenant in TENANTS:
         limits = {
             "concurrent_streams": 2 * IN_FLIGHT,
@@ -80,6 +101,7 @@ def draw_plans(plan: Plan) -> str:
             "output_tokens_per_minute": 10**9,
             "tokens_per_day": 10**12,
             "tokens_per_month": 10**12,
+            "budget_per_month": 10**6,
         }
         lines += [f"[tenants.{tenant}]"]
         lines += [f"{name} = {limits[name]}" for name in chance.sample(list(limits), chance.randint(1, len(limits)))]
@@ -100,8 +122,8 @@ async def use_quotas(quotas: Iterable[Quota], redis: Redis, store: str) -> None:
     ledger, client = Ledger(redis), StoreClient(store)
 
     async def charge(quota: Quota) -> None:
-        facts = msgspec.json.encode(Facts(quota.tenant, request_id="earlier")).decode()
-        wanted = Reservation(f"of-{quota.tenant}", quota.tenant, quota.used, 0, facts)
+        facts = msgspec.json.encode(Facts(quota.tenant, request_id="earlier", currency="EUR")).decode()
+        wanted = Reservation(f"of-{quota.tenant}", quota.tenant, quota.used, 0, facts, input_price=PRICE)
         reservation = await ledger.reserve(wanted, None, {quota.tenant: {}})
         reservation.use(quota.used, 0)
         reservation.open = False
@@ -116,7 +138,7 @@ async def use_quotas(quotas: Iterable[Quota], redis: Redis, store: str) -> None:
         await client.close()
 
 
-async def read_ledger(redis: Redis, usage: Iterable[Path]) -> list[Charged | Account]:
+async def read_ledger(redis: Redis, usage: Iterable[Path], prices: Prices) -> list[Charged | Account]:
     """Return what tenants were charged, once every reservation has ended and every charge is written."""
     while await redis.keys(f"{LEDGER}held:*") or await redis.xlen(f"{LEDGER}usage"):  # noqa: ASYNC110 — Redis tells no event
         await asyncio.sleep(LOOK_S)
@@ -125,19 +147,24 @@ async def read_ledger(redis: Redis, usage: Iterable[Path]) -> list[Charged | Acc
     for key in sorted(keys):
         name = key.decode().removeprefix(f"{LEDGER}account:")
         if not is_key_account(name):
-            accounts.append(Account(name, (await account_of(redis, name))["month_tokens"]))
-    return [*read_events(usage), *accounts]
+            counts = await account_of(redis, name)
+            accounts.append(Account(name, counts["month_tokens"], counts["month_cost"]))
+    return [*read_events(usage, prices), *accounts]
 
 
-def read_events(usage: Iterable[Path]) -> list[Charged]:
+def read_events(usage: Iterable[Path], prices: Prices) -> list[Charged]:
     """Return the charges of usage files, each id once: of two with the same id the larger is right."""
     found: dict[str, Charged] = {}
     for line in (line for path in usage if path.exists() for line in path.read_text().splitlines()):
         event = json.loads(line)
         data, before = event["data"], found.get(event["id"])
         adapter, is_revision, _ = data["adapter_revision"].partition("/revisions/")  # not a weighted set
-        tokens = data["input_tokens"], data["output_tokens"]
-        charged = Charged(event["id"], data["tenant"], data["request_id"], *tokens, adapter if is_revision else "")
+        tokens, cached = (data["input_tokens"], data["output_tokens"]), data["cached_tokens"]
+        price = prices.get(adapter) or prices[MODEL_NAME]
+        due = (tokens[0] - cached) * price[0] + cached * price[1] + tokens[1] * price[2]
+        money_part = int(data.get("cost", "0").replace(".", "")), due
+        name = adapter if is_revision else ""
+        charged = Charged(event["id"], data["tenant"], data["request_id"], *tokens, name, *money_part)
         if before is None or (before.input, before.output) < (charged.input, charged.output):
             found[event["id"]] = charged
     return list(found.values())
@@ -186,13 +213,19 @@ class _LedgerCheck:
         self._of_request: dict[tuple[str, str], list[Charged]] = defaultdict(list)
         self._of_tenant: dict[str, list[Observation]] = defaultdict(list)
         self._in_events: dict[str, int] = defaultdict(int)
+        self._cost_in_events: dict[str, int] = defaultdict(int)
         self._accounts = {line.tenant: line.tokens for line in lines if isinstance(line, Account)}
+        self._costs = {line.tenant: line.cost for line in lines if isinstance(line, Account)}
         self._quotas = {line.tenant: line for line in lines if isinstance(line, Quota)}
         self._is_lossy = any(fault.kind in LOSSES for fault in faults)
         for charge in (line for line in lines if isinstance(line, Charged)):
             self._of_request[charge.tenant, charge.request_id].append(charge)
             for account in filter(None, (charge.tenant, charge.adapter)):
                 self._in_events[account] += charge.input + charge.output
+                self._cost_in_events[account] += charge.cost
+            if charge.cost != charge.due:
+                what = f"event {charge.id} has {money(charge.cost)}, its tokens cost {money(charge.due)}"
+                verdict.findings.append(what)
         for observation in self._requests:
             self._of_tenant[observation.request.revision.tenant].append(observation)
         self._unsure = {one.request.number for one in self._requests if self._is_unsure(one)}
@@ -280,10 +313,14 @@ class _LedgerCheck:
             self._verdict.account_tokens += tokens
             self._verdict.event_tokens += in_events
         unsure = [one.request for one in self._of_tenant.get(owner, ()) if one.request.number in self._unsure]
+        most = sum(_asked(self._model, request) for request in unsure)
         if tokens != in_events:
-            within = abs(tokens - in_events) <= sum(_asked(self._model, request) for request in unsure)
             what = f"the account of {tenant} has {tokens} tokens, its events have {in_events}"
-            self._miscount(what, exact=exact and not within)
+            self._miscount(what, exact=exact and abs(tokens - in_events) > most)
+        cost, of_events = self._costs[tenant], self._cost_in_events.get(tenant, 0)
+        if cost != of_events:
+            what = f"the account of {tenant} has {money(cost)}, its events have {money(of_events)}"
+            self._miscount(what, exact=exact and abs(cost - of_events) > most * _DEAREST)
 
     def _check_quota(self, quota: Quota, own: Sequence[Observation]) -> None:
         """Compare what clients got with a quota, and find refusals though there was room."""

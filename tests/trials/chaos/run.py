@@ -15,8 +15,10 @@ from tests.trials.chaos.faults import STRIKERS
 from tests.trials.chaos.history import Account, Begun, Charged, CrowdCall, Fault, History, Idle, Left
 from tests.trials.chaos.ledger import (
     RESTLESS,
+    Prices,
     commands_s,
     draw_plans,
+    draw_prices,
     draw_quotas,
     read_events,
     read_ledger,
@@ -48,7 +50,7 @@ async def run(plan: Plan, directory: Path, path: Path) -> None:
             driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, history)
             await cluster.unless_failed(_strike_and_send(plan, Arena(cluster, driver), history))
             history.append(await _left(cluster))
-            for line in await _charged(cluster) if plan.ledger else ():
+            for line in await _charged(cluster, draw_prices(plan)) if plan.ledger else ():
                 history.append(line)
             if plan.ledger:
                 history.append(Idle(await commands_s(cluster.valkeys.primary.client)))
@@ -56,15 +58,15 @@ async def run(plan: Plan, directory: Path, path: Path) -> None:
         history.close()
 
 
-async def _charged(cluster: ChaosCluster) -> list[Charged | Account]:
+async def _charged(cluster: ChaosCluster, prices: Prices) -> list[Charged | Account]:
     """Return the ledger's counts; those so far where it does not come to rest."""
     usage = [cluster.usage_file(name) for name in cluster.doors]
     try:
         async with asyncio.timeout(RECOVERY_S):
-            return await read_ledger(cluster.valkeys.primary.client, usage)
+            return await read_ledger(cluster.valkeys.primary.client, usage, prices)
     except TimeoutError:
         log.warning("the ledger has open reservations or charges that nobody wrote")
-        return [*read_events(usage), Account("", RESTLESS)]
+        return [*read_events(usage, prices), Account("", RESTLESS)]
 
 
 async def _strike_and_send(plan: Plan, arena: Arena, history: History) -> None:
