@@ -9,7 +9,17 @@ from bench.scaling_cluster import Scale, VirtualCluster
 from bench.tables import rewrite
 
 SMALL = Setup(
-    workers=(2, 3), jobs=12, adapters=20, skewed_adapters=50, loads=(0.5, 0.9), calls=20, middle=3, few=2, flood=100
+    workers=(2, 3),
+    jobs=12,
+    adapters=20,
+    skewed_adapters=50,
+    loads=(0.5, 0.9),
+    calls=20,
+    middle=3,
+    few=2,
+    flood=100,
+    routers=5,
+    accounts=500,
 )
 
 
