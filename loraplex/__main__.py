@@ -32,6 +32,7 @@ PROCESSES = {
         "gateway",
         "Serve the HTTP protocols of OpenAI, Anthropic, and LoRAX and TGI.",
     ),
+    "runner": ("loraplex.batch_runner.__main__", "gateway", "Run the batches that tenants have made at the store."),
     "scaler": (
         "loraplex.operator.scaler.__main__",
         "operator",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapter_store.app import StoreSettings
+from loraplex.batch_runner.settings import RunnerSettings
 from loraplex.gateway.settings import GatewaySettings
 from loraplex.operator.scaler.settings import ScalerSettings
 from loraplex.operator.settings import OperatorSettings
@@ -20,6 +21,7 @@ PROCESSES: dict[str, type[Any]] = {
     "Worker": WorkerSettings,
     "Adapter store": StoreSettings,
     "Gateway": GatewaySettings,
+    "Runner": RunnerSettings,
     "Scaler": ScalerSettings,
     "Operator": OperatorSettings,
 }
@@ -27,8 +29,8 @@ HEAD = """# Settings
 
 Flags with their defaults, as `loraplex router --help` and so on print them; without a default a setting is off or
 empty. A flag wins over its environment variable: `--relay-port` of the router is `LORAPLEX_ROUTER_RELAY_PORT`; the
-other prefixes are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_SCALER_` and
-`LORAPLEX_OPERATOR_`. `python -m tests.test_settings_page` writes this page.
+other prefixes are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_RUNNER_`,
+`LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. `python -m tests.test_settings_page` writes this page.
 
 ## In several processes
 

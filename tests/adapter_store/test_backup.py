@@ -52,6 +52,9 @@ def test_a_copy_is_a_store_on_any_database_with_files_in_a_directory_or_a_bucket
                 "revisions": 3,
                 "release_events": 0,
                 "budget_events": 0,
+                "batch_files": 0,
+                "batches": 0,
+                "batch_events": 0,
             }
         )
     bucket = bucket_of(seaweed_url, "copy")

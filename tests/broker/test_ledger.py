@@ -59,9 +59,10 @@ class Cluster:
         accounts: tuple[str, ...] = ("acme",),
         facts: str = "{}",
         prices: tuple[int, int, int] = (0, 0, 0),
+        once: int = 0,
     ) -> Reservation:
         """Reserve tokens of a request; `prices` are of input, cached input and output."""
-        reservation = Reservation(f"r{number}", " ".join(accounts), prompt, output, facts)
+        reservation = Reservation(f"r{number}", " ".join(accounts), prompt, output, facts, once=once)
         reservation.input_price, reservation.cached_price, reservation.output_price = prices
         return await (await self.router(router)).reserve(reservation, received, dict.fromkeys(accounts, limits))
 
@@ -341,6 +342,21 @@ async def test_a_request_whose_second_router_dies_too_is_charged_for_what_its_cl
     await cluster.reserve(1, 100, 30, router="c")
     assert await cluster.renew_for(terms.HELD_MS + 4) == 1
     assert (await cluster.account())["day_tokens"] == 40
+
+
+async def test_calls_that_are_charged_once_make_one_event_whoever_ends_them(cluster: Cluster) -> None:
+    one = await cluster.reserve(once=1)
+    await cluster.settle(one, 0, 0)  # its caller died, and got nothing
+    first = await cluster.reserve(once=1)
+    second = await cluster.reserve(once=1, router="b")  # while the first one still runs
+    assert (await cluster.account())["held_output_tokens"] == 100
+    await cluster.settle(first, 10, 60)
+    await cluster.settle(second, 10, 60, "b")
+    again = await cluster.reserve(once=1, router="c", limits={"output_tokens_per_minute": 1})  # refuses no other
+    assert not again.open
+    assert await cluster.events() == [("r1:0", 10, 60)]
+    assert (await cluster.account())["day_tokens"] == 70
+    assert (await cluster.account())["held_output_tokens"] == 0
 
 
 async def test_a_reservation_that_comes_after_its_end_holds_nothing(cluster: Cluster) -> None:

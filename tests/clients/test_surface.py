@@ -12,7 +12,7 @@ import pytest
 
 import loraplex_client as lx
 
-SHIPPED = {"loraplex.inference", "loraplex.adapters"}
+SHIPPED = {"loraplex.inference", "loraplex.adapters", "loraplex.batches"}
 
 
 @pytest.mark.parametrize(

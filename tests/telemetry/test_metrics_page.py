@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapter_store.metrics import StoreMetrics
+from loraplex.batch_runner.metrics import RunnerMetrics
 from loraplex.gateway.endpoint import GatewayMetrics
 from loraplex.operator.app import OperatorMetrics
 from loraplex.operator.scaler.app import ScalerMetrics
@@ -41,6 +42,7 @@ def documented(section: str) -> dict[str, str]:
         ("Worker", WorkerMetrics),
         ("Adapter store", StoreMetrics),
         ("Gateway", GatewayMetrics),
+        ("Runner", RunnerMetrics),
         ("Scaler", ScalerMetrics),
         ("Operator", OperatorMetrics),
     ],

@@ -62,8 +62,9 @@ from loraplex.runtime.tenancy.permissions import Port
 REFUSE, WARN = "refuse", "warn"
 log = logging.getLogger(__name__)
 
-# Modules of imports and exports, and of releases, which are at the edge.
+# Modules of imports and exports, of releases, and of batches, which are at the edge.
 TRANSFERS, RELEASES = "loraplex.transfers.transfers", "loraplex.releases.service"
+BATCHES = "loraplex.batch_store.service"
 # Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
 # Interval in seconds between looks for deleted revisions whose time has passed.
@@ -230,6 +231,7 @@ class Store:
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
         add(lambda server: self._releases.register(server, catalog))
+        add(import_module(BATCHES).BatchService(self._database, self._data).register)
 
     def _apply_removals(self) -> None:
         """Purge and revoke what a restored catalog has back, before anybody can use it."""

@@ -257,12 +257,28 @@ CREATE TABLE calibrations (
     FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
 );
 """,
+    """
+-- Files and batches: loraplex.batch_store. `lease` counts the runners that had a batch; a line has one result.
+CREATE TABLE batch_files (number INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+    purpose TEXT NOT NULL, digest TEXT NOT NULL, bytes INTEGER NOT NULL, filename TEXT NOT NULL,
+    create_ns INTEGER NOT NULL);
+CREATE INDEX batch_files_by_digest ON batch_files (digest);
+CREATE INDEX batch_files_by_tenant ON batch_files (tenant, number);
+CREATE TABLE batches (number INTEGER PRIMARY KEY AUTOINCREMENT, batch TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+    key_id TEXT NOT NULL, input_file TEXT NOT NULL, is_open INTEGER NOT NULL, lease INTEGER NOT NULL,
+    lease_end_ns INTEGER NOT NULL, record TEXT NOT NULL);
+CREATE INDEX open_batches ON batches (lease_end_ns) WHERE is_open = 1;
+CREATE INDEX batches_by_tenant ON batches (tenant, number);
+CREATE TABLE batch_results (batch TEXT NOT NULL REFERENCES batches (batch) ON DELETE CASCADE, line INTEGER NOT NULL,
+    failed INTEGER NOT NULL, result TEXT NOT NULL, PRIMARY KEY (batch, line));
+CREATE TABLE batch_events (event INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, record TEXT NOT NULL);
+""",
 )
 # The digests and sizes of the blobs that rows need.
 BLOBS = (
     "SELECT config_digest, config_bytes FROM revisions UNION SELECT weights_digest, weights_bytes FROM revisions "
     "UNION SELECT digest, bytes FROM base_files UNION SELECT config_digest, config_bytes FROM deleted_revisions "
-    "UNION SELECT weights_digest, weights_bytes FROM deleted_revisions"
+    "UNION SELECT weights_digest, weights_bytes FROM deleted_revisions UNION SELECT digest, bytes FROM batch_files"
 )
 _IS_REFERENCED = """
 SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
@@ -270,9 +286,11 @@ SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
     OR EXISTS (SELECT 1 FROM base_files WHERE digest = :digest)
     OR EXISTS (SELECT 1 FROM deleted_revisions WHERE config_digest = :digest)
     OR EXISTS (SELECT 1 FROM deleted_revisions WHERE weights_digest = :digest)
+    OR EXISTS (SELECT 1 FROM batch_files WHERE digest = :digest)
 """
 # Tables whose rows have a number that the database gives, and that is not given again.
 NUMBERED = {"adapters": "id", "revisions": "number", "release_events": "event", "budget_events": "event"}
+NUMBERED |= {"batch_files": "number", "batches": "number", "batch_events": "event"}
 
 
 class Database(ABC):

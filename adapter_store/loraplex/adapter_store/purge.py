@@ -32,24 +32,28 @@ _NAMES = (
     "SELECT 'tenants/' || tenant || '/adapters/' || adapter || '/revisions/' || digest "
     "FROM revisions JOIN adapters ON adapters.id = adapter_id WHERE tenant = :tenant",
     "SELECT 'tenants/' || tenant || '/adapters/' || adapter FROM adapters WHERE tenant = :tenant",
+    "SELECT 'tenants/' || tenant || '/batches/' || batch FROM batches WHERE tenant = :tenant",
+    "SELECT 'tenants/' || tenant || '/files/' || file FROM batch_files WHERE tenant = :tenant",
 )
 # Statements that remove them, in this order.
 _REMOVALS = (
     "DELETE FROM grants WHERE :tenant IN (tenant, grantee)",
     "DELETE FROM deleted_revisions WHERE tenant = :tenant",
     "DELETE FROM adapters WHERE tenant = :tenant",  # and with them revisions, their keys, aliases and certificates
+    *(f"DELETE FROM {table} WHERE tenant = :tenant" for table in ("batches", "batch_files", "batch_events")),
 )
 # All tenants of whom there is something. A plan's name is tenants/NAME, or keys/ID.
 _TENANTS = (
     "SELECT tenant FROM adapters UNION SELECT tenant FROM deleted_revisions UNION SELECT tenant FROM grants UNION "
-    "SELECT grantee FROM grants UNION SELECT tenant FROM api_keys UNION "
+    "SELECT grantee FROM grants UNION SELECT tenant FROM api_keys UNION SELECT tenant FROM batch_files UNION "
     "SELECT substr(name, 9) FROM plans WHERE name LIKE 'tenants/%'"
 )
 # Digests of the files of a tenant's revisions.
 _BLOBS = (
     "SELECT config_digest, weights_digest FROM revisions JOIN adapters ON adapters.id = adapter_id "
     "WHERE tenant = :tenant UNION "
-    "SELECT config_digest, weights_digest FROM deleted_revisions WHERE tenant = :tenant"
+    "SELECT config_digest, weights_digest FROM deleted_revisions WHERE tenant = :tenant UNION "
+    "SELECT digest, digest FROM batch_files WHERE tenant = :tenant"
 )
 
 # The digests among `digests` that are of an existing revision, deleted ones included.

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from loraplex.__main__ import PROCESSES, run_process
-from loraplex.cli import adapters, audit, models, releases
+from loraplex.cli import adapters, audit, batches, models, releases
 from loraplex.cli.chat import chat
 from loraplex.cli.cluster import cells, drain, jobs, quarantine, queues, resume_keys, workers
 from loraplex.cli.cluster_top import top
@@ -89,7 +89,14 @@ _COMMANDS: Sequence[Callable[..., None]] = (generate, chat, decide, score, reran
 for command in _COMMANDS:
     app.command()(command)
 for name, group in {
-    **{"adapters": adapters.app, "releases": releases.app, "models": models.app, "keys": keys, "plans": plans},
+    **{
+        "adapters": adapters.app,
+        "releases": releases.app,
+        "batches": batches.app,
+        "models": models.app,
+        "keys": keys,
+        "plans": plans,
+    },
     **{"tenants": tenants, "certs": certs, "redis": redis, "audit": audit.app},
 }.items():
     app.add_typer(group, name=name)

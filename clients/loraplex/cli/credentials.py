@@ -48,7 +48,7 @@ SERVING_PARTS = ("store", "router", "worker", "gateway")
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 # Begins the comment of a file of job keys that names the key which encrypts no more.
 _RETIRED = "# retired: "
-CERTIFICATE_KINDS = (*SERVING_PARTS, "valkey", "operator", "auditor", "tenant", "tenant-admin")
+CERTIFICATE_KINDS = (*SERVING_PARTS, "valkey", "batches", "operator", "auditor", "tenant", "tenant-admin")
 
 redis = typer.Typer(no_args_is_help=True, help="Create the users of Redis: router, worker, operator.")
 
@@ -193,7 +193,7 @@ def dev(
     ] = None,
     days: DaysOption = 365,
 ) -> None:
-    """Make an authority, certificates of a store, a router, a worker, a gateway and an operator, and a job key.
+    """Make an authority, certificates of the parts, of a runner of batches and of an operator, and a job key.
 
     Files are NAME.pem and NAME-key.pem; ca.pem is the authority. Anybody with ca-key.pem can make certificates of
     everybody: for a real cluster use your own authority, with the same URIs as names.
@@ -223,7 +223,8 @@ def make_credentials(
     hosts = [*OWN_HOSTS, *hosts]
     for part in SERVING_PARTS:
         ca.write(directory, part, ca.issue(f"loraplex://{part}/{part}", hosts, life))
-    ca.write(directory, "operator", ca.issue("loraplex://operator/operator", life=life))
+    for name in ("operator", "batches"):
+        ca.write(directory, name, ca.issue(f"loraplex://{name}/{name}", life=life))
     write_private(directory / "job.key", new_job_key().encode())
     for name in tenants:
         ca.write(directory, f"tenant-{name}", ca.issue(f"loraplex://tenant-admin/{name}", life=life))

@@ -6,7 +6,7 @@
         ...call cluster.router...
                                                                            # drained, stopped, nothing left behind
 Order of start: Valkey and the store, then routers and workers together; routers and workers wait for what they need.
-Order of stop: gateway, routers (both drain), workers, store, Valkey.
+Order of stop: gateway, runner of batches, routers (all drain), workers, store, Valkey.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Order of stopping, with the timeout in seconds before SIGKILL; routers let running answers end first.
-_STOP_ORDER = (("gateway", 15.0), ("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
+_STOP_ORDER = (("gateway", 15.0), ("runner", 15.0), ("router", 15.0), ("worker", 10.0), ("store", 5.0), ("valkey", 5.0))
 # Timeout in seconds for an exit to be seen after a broken stream.
 _EXIT_S = 2.0
 # Maximum number of workers that are replaced in a minute.
@@ -226,6 +226,11 @@ class LocalCluster:
                 operated = ",".join(ready["operators"] for ready in served)
                 flags += ["--operator-router", operated, "--operator-store", self.operators]
             await self._spawn_service("gateway", [*self._listen(settings.http_port), *flags])
+            if settings.credentials is None or (settings.credentials / "batches.pem").exists():
+                word = "router" if settings.credentials is None else "operators-mtls"
+                inner = [(await self.processes[name].wait_ready())[word] for name in names]
+                await self._spawn_service("runner", ["--router", ",".join(inner), "--store", self._store_of_parts])
+                await self.processes["runner"].wait_ready()
             self.http = (await self.processes["gateway"].wait_ready())["gateway"]
 
     def _listen(self, port: int) -> list[str]:
@@ -249,14 +254,17 @@ class LocalCluster:
         """Return the flags that give a process its certificate, and what else it needs with one."""
         if (directory := self.settings.credentials) is None:
             return []
-        own = ["--tls-cert", str(directory / f"{room}.pem"), "--tls-key", str(directory / f"{room}-key.pem")]
+        name = "batches" if room == "runner" else room
+        own = ["--tls-cert", str(directory / f"{name}.pem"), "--tls-key", str(directory / f"{name}-key.pem")]
         if room == "gateway":
             return [*own, "--ca", str(directory / "ca.pem")]
         own += ["--tls-ca", str(directory / "ca.pem")]
+        if room == "runner":
+            return own
         if room == "store":
             first = ["--bootstrap-key", str(directory / FIRST_KEY)]
             return [*own, "--operator-port", "0", "--operator-mtls-port", "0", *first]
-        operators = ["--operator-port", "0"] if room == "router" else []
+        operators = ["--operator-port", "0", "--operator-mtls-port", "0"] if room == "router" else []
         return [*own, "--job-key", str(directory / "job.key"), *operators]
 
     async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:

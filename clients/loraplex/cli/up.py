@@ -172,10 +172,14 @@ def _flags(values: Mapping[str, object], names: Iterable[str]) -> tuple[str, ...
 def use_credentials(directory: Path) -> None:
     """Make the certificates and the first operator's key that the directory lacks, and call with that key."""
     from loraplex.cli.credentials import make_credentials, make_first_key
+    from loraplex.cli.development_ca import DevelopmentCa
     from loraplex.cli.local import FIRST_KEY
 
     if not (directory / "ca.pem").exists():
         make_credentials(directory)
+    elif not (directory / "batches.pem").exists() and (directory / "ca-key.pem").exists():  # made before 0.2
+        ca = DevelopmentCa.read(directory)
+        ca.write(directory, "batches", ca.issue("loraplex://batches/batches"))
     if not (directory / FIRST_KEY).exists():
         make_first_key(directory / FIRST_KEY)
     os.environ |= {CA_VARIABLE: str(directory / "ca.pem"), KEY_FILE_VARIABLE: str(directory / FIRST_KEY)}

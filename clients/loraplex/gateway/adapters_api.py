@@ -65,11 +65,16 @@ PROTOCOL = Protocol(error_of, lambda error: encode(error_of(error)))
 class FilesForm:
     """Reads a form of an adapter's files piece by piece; keeps none of their bytes."""
 
+    # How curl sends such a form.
+    EXAMPLE = f"-F file=@{FILES[0]} -F file=@{FILES[1]}"
+
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise HttpError(
-                415, "unsupported_media_type", f"content-type: send multipart/form-data, as curl does with {_curl()}"
+                415,
+                "unsupported_media_type",
+                f"content-type: send multipart/form-data, as curl does with {self.EXAMPLE}",
             )
         self._file = ""
         self._seen: list[str] = []
@@ -107,7 +112,7 @@ class FilesForm:
             raise _broken("it ends before its last boundary")
         for file in FILES:
             if file not in self._seen:
-                raise invalid(file, f"is missing; send both files, {_curl()}")
+                raise invalid(file, f"is missing; send both files, {self.EXAMPLE}")
 
     def _begin(self) -> None:
         self._header, self._value, self._disposition = b"", b"", b""
@@ -128,7 +133,7 @@ class FilesForm:
         name = options.get(b"filename", b"").decode("utf-8", "replace")
         if b"filename" not in options:
             field = options.get(b"name", b"").decode("utf-8", "replace")
-            raise invalid(field[:80] or "part", f"is no file; {_curl()}, and {' and '.join(_QUERY)} in the query")
+            raise invalid(field[:80] or "part", f"is no file; {self.EXAMPLE}, and {' and '.join(_QUERY)} in the query")
         if name not in FILES and name not in FILES_BESIDE:
             raise invalid("filename", f"{name[:80]!r} is not {FILES[0]} or {FILES[1]}, nor {', '.join(FILES_BESIDE)}")
         if name in self._seen:
@@ -142,10 +147,6 @@ class FilesForm:
 
     def _end(self) -> None:
         self._ended = True
-
-
-def _curl() -> str:
-    return f"-F file=@{FILES[0]} -F file=@{FILES[1]}"
 
 
 def _broken(why: str) -> HttpError:

@@ -21,6 +21,19 @@ from loraplex.gateway.adapters_api import PROTOCOL as ADAPTERS
 from loraplex.gateway.adapters_api import UPLOAD, delete_adapter, get_adapter, list_adapters, put_adapter
 from loraplex.gateway.anthropic_api import COUNT, MESSAGES, count_tokens, messages
 from loraplex.gateway.anthropic_api import PROTOCOL as ANTHROPIC
+from loraplex.gateway.batches_api import (
+    BATCH,
+    cancel_batch,
+    create_batch,
+    create_file,
+    delete_file,
+    get_batch,
+    get_content,
+    get_file,
+    list_batches,
+    list_files,
+)
+from loraplex.gateway.batches_api import PROTOCOL as BATCHES
 from loraplex.gateway.bodies import Body
 from loraplex.gateway.cluster import Cluster
 from loraplex.gateway.decisions_api import DECISION, SYSTEM_ONE, decisions, system_one
@@ -156,6 +169,12 @@ PATHS = {
     "/v2/rerank": Served(RERANKING, {"POST": rerank_v2}, RERANK, "rerank"),
     "/v1/score": Served(RERANKING, {"POST": score}, SCORE, "rerank"),
     "/v1/embeddings": Served(OPENAI, {"POST": embeddings}, EMBEDDING, "embeddings"),
+    "/v1/files": Served(BATCHES, {"GET": list_files, "POST": create_file}),
+    "/v1/files/{file}": Served(BATCHES, {"GET": get_file, "DELETE": delete_file}),
+    "/v1/files/{file}/content": Served(BATCHES, {"GET": get_content}),
+    "/v1/batches": Served(BATCHES, {"GET": list_batches, "POST": create_batch}, BATCH),
+    "/v1/batches/{batch}": Served(BATCHES, {"GET": get_batch}),
+    "/v1/batches/{batch}/cancel": Served(BATCHES, {"POST": cancel_batch}),
     "/v1/models": Served(OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": Served(OPENAI, {"GET": get_model}),
     "/v1/adapters": Served(ADAPTERS, {"GET": list_adapters}),

@@ -20,6 +20,7 @@ from loraplex.admin.v1.plans_pb2_grpc import PlanServiceStub
 from loraplex.cluster.v1.cluster_pb2_grpc import ClusterServiceStub
 from loraplex.gateway.errors import HttpError, invalid, no_store, not_served
 from loraplex_client import (
+    AsyncBatchClient,
     AsyncClient,
     LoraplexError,
     NotImplementedByServerError,
@@ -81,6 +82,7 @@ class Cluster:
         }
         self.has_store = bool(store)
         self._releases = AsyncConnection(store, ReleaseServiceStub, credentials=Credentials("", tls)) if store else None
+        self._batches = AsyncBatchClient(store, api_key="", tls=tls) if store else None
         operator_store = operator_store if self._checks_credentials else store
         # The store's accounts, for tenants and for operators.
         self._usage, self._all_usage = (
@@ -97,7 +99,7 @@ class Cluster:
     async def close(self) -> None:
         """Close the channels."""
         connections = (*self._health, *self._operators.values(), self._releases, self._usage, self._all_usage)
-        closing = (connection.close() for connection in connections if connection is not None)
+        closing = (one.close() for one in (*connections, self._batches) if one is not None)
         await asyncio.gather(self._client.close(), *closing)
 
     def caller(self, headers: Headers) -> AsyncClient:
@@ -114,6 +116,12 @@ class Cluster:
         if self._releases is None:
             raise no_store()
         return self._releases.for_caller(*self._who(headers))
+
+    def batches(self, headers: Headers) -> AsyncBatchClient:
+        """Return a client of the store's files and batches, for the request's tenant. Raises HttpError."""
+        if self._batches is None:
+            raise no_store()
+        return self._batches.for_caller(*self._who(headers))
 
     def usage(self, headers: Headers) -> AsyncConnection:
         """Return a connection to the store's accounts, for the request's tenant. Raises HttpError."""

@@ -156,6 +156,10 @@ class Exchange:
         await self._start(status, [("content-type", kind), ("content-length", str(len(body))), *headers])
         await self._body(body)
 
+    async def begin_bytes(self, kind: str, size: int) -> None:
+        """Begin an answer of so many bytes of a content type; `write` and `end` send them."""
+        await self._start(200, [("content-type", kind), ("content-length", str(size))])
+
     async def begin_events(self) -> None:
         """Begin a stream of events. While it waits for one it has comments, so that no proxy takes it for dead."""
         await self._start(200, [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")])

@@ -12,6 +12,7 @@ Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its c
 
 from importlib.metadata import version
 
+from loraplex_client.batches import AsyncBatchClient, Batch, BatchClient, BatchError, BatchFile
 from loraplex_client.chat import ToolCall, ToolCallPart
 from loraplex_client.client import AsyncClient, AsyncStoreClient, Client, StoreClient
 from loraplex_client.connection import AsyncGenerationStream, GenerationStream
@@ -74,10 +75,15 @@ __all__ = [
     "Adapter",
     "AlreadyExistsError",
     "AnswerFormatError",
+    "AsyncBatchClient",
     "AsyncClient",
     "AsyncGenerationStream",
     "AsyncStoreClient",
     "BaseModel",
+    "Batch",
+    "BatchClient",
+    "BatchError",
+    "BatchFile",
     "Calibration",
     "CancelledError",
     "ChatOptions",

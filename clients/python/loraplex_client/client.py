@@ -72,10 +72,13 @@ class RouterCalls(EncodingCalls, RerankingCalls, Generic[Store, Stream]):
         if store is not None:
             self._store = self._store_client(store, tenant, timeout_s=timeout_s, api_key=api_key, tls=tls)
 
-    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
-        """Return a client for calls of another tenant or key, with the channels of this one, which closes them."""
+    def for_caller(self, tenant: str = "", api_key: ApiKey = "", *, batch_key: str | None = None) -> Self:
+        """Return a client for calls of another tenant or key, with the channels of this one, which closes them.
+
+        `batch_key` is for runners of batches: the id of the API key that made the batch, empty for none.
+        """
         other = copy(self)
-        other._connection = self._connection.for_caller(tenant, api_key)
+        other._connection = self._connection.for_caller(tenant, api_key, batch_key)
         other._store = None if self._store is None else self._store.for_caller(tenant, api_key)
         return other
 

@@ -164,6 +164,8 @@ _CLIENT_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 TENANT_KEY = "x-loraplex-tenant"
+# Metadata of a call of a batch's runner: the id of the API key that made the batch, or `-`.
+BATCH_KEY = "x-loraplex-batch-key"
 # Metadata of a call that asks to hear of its admission before its first token, and of the answer that says so.
 ADMITTED_KEY = "x-loraplex-admitted"
 # Metadata of the same answer: the parts of tools' schemas that calls need not keep to, as JSON.
@@ -261,19 +263,20 @@ class Endpoint:
     # The module that makes channels: grpc or grpc.aio.
     _transport: Any
 
-    def _call_as(self, tenant: str, credentials: Credentials) -> None:
+    def _call_as(self, tenant: str, credentials: Credentials, batch_key: str | None = None) -> None:
         """Set the tenant and the credentials of the calls. Raises InvalidRequestError."""
         if not (tenant.isascii() and tenant.isprintable()):
             raise InvalidRequestError(f"tenant: {tenant!r} is not a name", field="tenant")
         credentials.check(self._rotation.addresses)
         self._credentials = credentials
         self.tenant = tenant or ("" if credentials.name_the_caller else DEFAULT_TENANT)
-        self._metadata = ((TENANT_KEY, self.tenant),) if self.tenant else ()
+        named = {TENANT_KEY: self.tenant, BATCH_KEY: "" if batch_key is None else batch_key or "-"}
+        self._metadata = tuple((key, value) for key, value in named.items() if value)
 
-    def for_caller(self, tenant: str, api_key: ApiKey) -> Self:
+    def for_caller(self, tenant: str, api_key: ApiKey, batch_key: str | None = None) -> Self:
         """Return this endpoint for calls of another tenant or key, with the same channels and budget of retries."""
         other = copy(self)
-        other._call_as(tenant, replace(self._credentials, api_key=api_key))
+        other._call_as(tenant, replace(self._credentials, api_key=api_key), batch_key)
         return other
 
     @property

@@ -106,6 +106,8 @@ class Reservation(msgspec.Struct):
     billed_cached: int = 0
     billed_output: int = 0
     events: int = 0
+    # 1: a call that has its id is charged once, and once it is complete.
+    once: int = 0
     resumes: int = 0
     sent: int = 0
     # Prices of a token in nano-units of the currency.

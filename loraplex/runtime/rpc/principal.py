@@ -9,6 +9,8 @@ from enum import StrEnum
 from loraplex.runtime.rpc.errors import CallError
 
 TENANT_KEY = "x-loraplex-tenant"
+# Metadata of a call for a batch: the id of the API key that made it, or `-`.
+BATCH_KEY = "x-loraplex-batch-key"
 # Metadata of a worker's download: a router's grant (tenancy/signatures.py).
 WORKER_GRANT_KEY = "x-loraplex-grant-bin"
 
@@ -24,13 +26,14 @@ class Role(StrEnum):
     ROUTER = "router"
     WORKER = "worker"
     STORE = "store"
+    BATCHES = "batches"
 
 
 # Roles of callers that belong to a tenant.
 TENANT_ROLES = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN, Role.TRAINER})
 # Roles that name the tenant whom a call concerns in its metadata: parts of the cluster, which act for all tenants,
 # operators, and auditors, who may read alone. For all others the credential alone says it.
-NAMING_ROLES = frozenset({Role.OPERATOR, Role.AUDITOR, Role.ROUTER, Role.WORKER})
+NAMING_ROLES = frozenset({Role.OPERATOR, Role.AUDITOR, Role.ROUTER, Role.WORKER, Role.BATCHES})
 
 
 class CredentialKind(StrEnum):
@@ -59,6 +62,8 @@ class Principal:
     scopes: frozenset[str] = field(default_factory=frozenset)
     expires_at: float | None = None
     secret_sha256: bytes = field(default=b"", repr=False)
+    # Whether it calls for a batch: such a call is charged once for its request id, and once it is complete.
+    for_batch: bool = False
 
     def sees_tenant(self, tenant: str) -> bool:
         """Tell whether lists show this caller the things of a tenant."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from loraplex.runtime.rpc.errors import CallError, PermissionDenied
 from loraplex.runtime.rpc.interceptors import CallGuard, Context, Handler, current_call, end_call, wrapped
 from loraplex.runtime.rpc.principal import (
+    BATCH_KEY,
     NAMING_ROLES,
     TENANT_KEY,
     TENANT_ROLES,
@@ -246,6 +247,8 @@ class Guard(CallGuard):
 
 def naming(principal: Principal, metadata: Metadata) -> Principal:
     """Return a caller with the tenant that its call concerns. Raises CallError."""
+    if Role.BATCHES in principal.roles and (key := dict(metadata).get(BATCH_KEY)):
+        principal = replace(principal, key_id=str(key).strip("-"), for_batch=True)
     if principal.kind is CredentialKind.HEADER:
         return principal
     named = named_tenant(metadata)

@@ -89,8 +89,11 @@ RELAY = "relay"
 SGLANG_SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 
-_GENERATE = Permission(GENERATE, {Port.PUBLIC: _SAMPLERS})
-_TOKENIZE = Permission(TOKENIZE, {Port.PUBLIC: _SAMPLERS})
+# Runners of batches call for the tenants that made these.
+_RUNNERS = frozenset({Role.BATCHES})
+_GENERATE = Permission(GENERATE, {Port.PUBLIC: _SAMPLERS, Port.OPERATORS: _RUNNERS})
+_TOKENIZE = Permission(TOKENIZE, _GENERATE.roles)
+_BATCH = Permission(GENERATE, {Port.PUBLIC: _USERS, Port.OPERATORS: _RUNNERS})
 # Operators upload adapters too: those of all tenants, of the tenant `shared`.
 _READ_ADAPTERS = Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
 _WRITE_ADAPTERS = Permission(ADAPTERS_WRITE, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS})
@@ -148,7 +151,9 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListRevisions": _READ_ADAPTERS,
             # Names of all tenants' adapters, as GetTraffic has them.
             "FindRevisions": _READ_CLUSTER,
-            "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS | _ROUTERS}),
+            "GetAdapter": Permission(
+                ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS | _ROUTERS | _RUNNERS}
+            ),
             "ListAdapterChanges": Permission(ADAPTERS_READ, {Port.OPERATORS: _ROUTERS}),
             "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
             "RegisterBaseModel": _WRITE_MODELS.recorded(answer=("model.name", "model.digest", "model.state")),
@@ -172,6 +177,17 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListReleases": _READ_ADAPTERS,
             "WatchReleases": _READ_ADAPTERS,
             "ReportOutcomes": Permission(OUTCOMES, {Port.OPERATORS: _ROUTERS}),
+        },
+    ),
+    **_of(
+        "loraplex.batches.v1.BatchService",
+        {
+            **dict.fromkeys(("GetFile", "ListFiles", "DownloadFile", "GetBatch", "ListBatches"), _BATCH),
+            "UploadFile": _BATCH.recorded(answer=("file.name", "file.bytes")),
+            "DeleteFile": _BATCH.recorded("name"),
+            "CreateBatch": _BATCH.recorded("input_file", "endpoint", answer=("batch.name",)),
+            "CancelBatch": _BATCH.recorded("name"),
+            **dict.fromkeys(("LeaseBatch", "ReportBatch"), Permission(GENERATE, {Port.OPERATORS: _RUNNERS})),
         },
     ),
     **_of(

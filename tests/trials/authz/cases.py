@@ -23,6 +23,7 @@ SERVERS = {
     "loraplex.admin.v1.PlanService": "store",
     "loraplex.admin.v1.AccountService": "store",
     "loraplex.admin.v1.TenantService": "store",
+    "loraplex.batches.v1.BatchService": "store",
 }
 # Services of the router whose packages need not be installed: they are called where they are.
 OPTIONAL = {SGLANG_SERVICE: "smg_grpc_proto", REFLECTION_SERVICE: "grpc_reflection"}

@@ -12,7 +12,7 @@ local COUNTS = {streams = 'ever', requests = 'minute', input_tokens = 'minute', 
 -- have sent `sent` output tokens. `cached` ones are of the input. The prices are those of its beginning, of a token.
 local RESERVATION = {id = '', holder = '', accounts = '', facts = '', at_ms = 0, open = false, requests = 0, input = 0,
   output = 0, streams = 0, used_input = 0, used_cached = 0, used_output = 0, billed_input = 0, billed_cached = 0,
-  billed_output = 0, events = 0, resumes = 0, sent = 0, input_price = 0, cached_price = 0, output_price = 0}
+  billed_output = 0, events = 0, once = 0, resumes = 0, sent = 0, input_price = 0, cached_price = 0, output_price = 0}
 -- Maximum of a count: numbers are exact below it, and the store takes no others.
 local MOST = 2 ^ 53 - 1
 -- A wait in ms that has no end.
@@ -271,7 +271,8 @@ function ledger.reserve(packed)
   local asked, received = call.message.reservation, call.message.received
   local r, is_known = ledger.reservation_of(call, asked.id)
   -- The same call again, or one that has ended before this server got to it.
-  if is_known and (received < 0 or r.holder == asked.holder) then
+  local is_charged = r.used_input + r.used_output > 0
+  if is_known and (r.holder == asked.holder or (received < 0 and (asked.once ~= 1 or is_charged))) then
     return call, {reservation = r, room = ledger.room_of(call), now = call.now}
   end
 
@@ -305,6 +306,7 @@ function ledger.reserve(packed)
   r.sent = math.max(r.sent, r.used_output)
   if received >= 0 then r.used_output, r.billed_output, r.resumes = received, received, r.resumes + 1 end
   r.at_ms, r.holder, r.accounts, r.facts, r.open = at_ms, asked.holder, asked.accounts, asked.facts, true
+  r.once = asked.once or 0
   r.requests, r.input, r.output, r.streams = needs.requests, r.used_input + input, r.used_output + output, 1
   ledger.hold(call, r, 1)
   call.reservations[r.id] = r
@@ -387,7 +389,7 @@ function ledger.take_over(call, told)
   call.reservations[r.id] = r
   if is_filling then return end -- charged once the accounts have what was charged before
   ledger.answer_with_accounts(call, r) -- the answer of the call that charged may have been lost
-  if r.holder == told.holder then
+  if r.holder == told.holder or (r.once == 1 and told.used_input > 0) then
     -- The record may be older than what was told.
     r.used_input, r.used_output = math.max(r.used_input, told.told_input), math.max(r.used_output, told.told_output)
     r.used_cached = math.max(r.used_cached, told.told_cached)

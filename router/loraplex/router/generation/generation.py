@@ -217,7 +217,7 @@ class Generation:
                 answer.close_ended()
                 for event in events:
                     token = "" if started else self.tokens.sign(run.payload, request.tenant)
-                    if run.budget is not None and not started:
+                    if run.budget is not None and not (started or run.budget.reservation.once):
                         run.budget.delivered = lambda: answer.completion_tokens
                     started = run.gave_token = True
                     reader.waits_since = time.monotonic()
@@ -307,6 +307,7 @@ class Generation:
         try:
             yield budget
             if budget is not None:
+                budget.delivered = lambda: 0
                 await budget.finish()
         except CallError:
             if budget is not None:

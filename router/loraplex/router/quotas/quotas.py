@@ -10,6 +10,7 @@ ledger with what the router and the adapter store know; see broker/ledger.py and
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import secrets
@@ -45,7 +46,7 @@ from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.metrics import RouterMetrics
 from loraplex.router.quotas.plans import Owner, Plans, bounded
 from loraplex.runtime.rpc.errors import Aborted, CallError, Exhausted, RateLimits, Unavailable
-from loraplex.runtime.rpc.principal import calling_key
+from loraplex.runtime.rpc.principal import calling_key, known_caller
 from loraplex.runtime.rpc.tasks import every
 from loraplex.runtime.telemetry.logging import LogOnce
 
@@ -166,13 +167,13 @@ class CallBudget:
     async def finish(self) -> None:
         """Settle before the client gets the last message, so that it knows of no token that is not charged.
 
-        A Redis that does not answer delays nobody for long: then the reservation is settled later.
+        A Redis that does not answer delays nobody for long: then the reservation is settled later. A batch waits.
         """
-        await asyncio.wait({self.settle()}, timeout=FINISH_S)
+        await asyncio.wait({self.settle()}, timeout=None if self.reservation.once else FINISH_S)
 
     def count(self, *, ended: bool = False) -> Reservation:
         """Return the reservation with what is used of it by now, as it would stand if this router died."""
-        if ended or self.delivered is not None:
+        if self.delivered is not None or (ended and not self.reservation.once):
             computed = [one for one in self.jobs if self._is_charged(one, ended=ended)]
             prompts = sum(len(routed.job.prompt_ids) for routed in computed) + (self.received or 0)
             used_input = self.charged_input + (prompts if computed else 0)
@@ -320,6 +321,8 @@ class Quotas:
             limits[facts.adapter_revision.partition("/revisions/")[0]] = {}
         reservation_id, received = resumed or ("", None)
         asked = Reservation(reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens)
+        if (principal := known_caller()) is not None and principal.for_batch:
+            asked.id, asked.once = hashlib.sha256(f"{tenant} {facts.request_id}".encode()).hexdigest()[:32], 1
         asked.input_price, asked.cached_price, asked.output_price = price.input, price.cached, price.output
         asked.used_cached = facts.cached_tokens
         budget = CallBudget(asked, self, owners, limits, received, cached_before=facts.cached_tokens, facts=call_facts)
@@ -361,11 +364,14 @@ class Quotas:
     def _grant(self, budget: CallBudget, reservation: Reservation) -> None:
         budget.reservation, budget.charged_input = reservation, reservation.used_input
         budget.room, reservation.room = reservation.room, []  # which the ledger is not told
-        self._budgets.add(budget)
+        if reservation.open:  # else it is of a line of a batch that was charged before
+            self._budgets.add(budget)
 
     def end(self, budget: CallBudget, linger_s: float = 0.0) -> None:
         """Tell the ledger until it has answered that a budget's call has ended, and then or later the budget itself."""
         if not budget.reservation.open:
+            if budget.end is not None and budget not in self._budgets and not budget.end.done():
+                budget.end.set_result(None)
             return
         reservation = budget.count(ended=True)
         reservation.streams, reservation.open = 0, linger_s > 0

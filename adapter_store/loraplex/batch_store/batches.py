@@ -1,0 +1,358 @@
+"""Batches as the store keeps them: their states, leases of runners, results of lines, and the files at the end.
+
+    validating ──▶ in_progress ──▶ finalizing ──▶ completed
+        │  │            │             └──▶ expired: its window ended first
+        │  └────────────┴──▶ cancelling ─▶ cancelled
+        └──▶ failed
+
+A runner has a batch for LEASE_S after each of its reports. Each lease has a number, and only the last one's holder may
+report: one that stood still writes nothing over its successor's work. A line's first result is the one that stays.
+Its calls block: make them in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+
+import msgspec
+
+from loraplex.adapter_store.database import Database
+from loraplex.adapter_store.records import Row, Rows
+from loraplex.adapter_store.storage import DataDirectory
+from loraplex.batch_store.files import INPUT, OUTPUT, BatchFile, add_file, new_file, number_of, read_file
+from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
+
+# Time in seconds for which a runner has a batch after a report.
+LEASE_S = 10.0
+# Maximum number of a tenant's batches that have not ended, of lines of a batch, and of errors that are kept of a file.
+OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
+# Maximum number of results that are written into a file at a time.
+_WRITTEN = 500
+
+
+class BatchState(StrEnum):
+    """The states of a batch, with OpenAI's names."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+_NEXT: Mapping[BatchState, frozenset[BatchState]] = {
+    BatchState.VALIDATING: frozenset({BatchState.FAILED, BatchState.IN_PROGRESS, BatchState.CANCELLING}),
+    BatchState.IN_PROGRESS: frozenset({BatchState.FINALIZING, BatchState.CANCELLING}),
+    BatchState.FINALIZING: frozenset({BatchState.COMPLETED, BatchState.EXPIRED}),
+    BatchState.CANCELLING: frozenset({BatchState.CANCELLED, BatchState.FAILED}),
+}
+_OPEN = frozenset(_NEXT)
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """What is wrong with a line, from 1, or with the whole batch: line 0."""
+
+    code: str
+    message: str
+    line: int = 0
+    param: str = ""
+
+
+class BatchRecord(msgspec.Struct):
+    """What a batch is and how far it is; times are nanoseconds since 1970, by state."""
+
+    endpoint: str
+    window_s: float
+    metadata: dict[str, str]
+    state: BatchState
+    times: dict[str, int]
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    # Number of lines that may have begun, in the order in which runners begin them.
+    begun: int = 0
+    # Names that requests run with, by those of the lines.
+    models: dict[str, str] = {}
+    errors: list[LineError] = []
+    # Whether its window ended before all lines had begun.
+    is_late: bool = False
+    output_file: str = ""
+    error_file: str = ""
+
+    @property
+    def expire_ns(self) -> int:
+        """Return the time of the window's end."""
+        return self.times[BatchState.VALIDATING] + round(self.window_s * 1e9)
+
+    def move(self, state: BatchState) -> None:
+        """Come into another state. Raises Mismatch where there is no way to it."""
+        if state not in _NEXT.get(self.state, ()):
+            raise Mismatch("batch", f"is {self.state.value}, not on its way to {state.value}", reason="BATCH_STATE")
+        self.state, self.times[state.value] = state, time.time_ns()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of a tenant; `number` grows with every batch of the store."""
+
+    batch: str
+    tenant: str
+    key_id: str
+    input_file: str
+    record: BatchRecord
+    number: int = 0
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The end of a line: the line of the file that it goes into, as JSON."""
+
+    line: int
+    failed: bool
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a runner has done; see ReportBatch in batches.proto."""
+
+    total: int = 0
+    models: Mapping[str, str] | None = None
+    errors: Sequence[LineError] = ()
+    begun: int = 0
+    results: Sequence[LineResult] = ()
+    finished: bool = False
+    expired: bool = False
+    released: bool = False
+
+
+class Batches:
+    """The batches of a store."""
+
+    def __init__(self, database: Database, data: DataDirectory) -> None:
+        self._database, self._data = database, data
+
+    def create(
+        self, tenant: str, key_id: str, input_file: str, endpoint: str, window_s: float, metadata: Mapping[str, str]
+    ) -> Batch:
+        """Make a batch of a file. Raises NotFound, InvalidField, and Exhausted where the tenant has too many."""
+        batch = f"batch_{secrets.token_hex(12)}"
+        state = BatchState.VALIDATING
+        record = BatchRecord(endpoint, window_s, dict(metadata), state, {state.value: time.time_ns()})
+        with self._database.transaction() as rows:
+            if read_file(rows, tenant, input_file).purpose != INPUT:
+                raise InvalidField("input_file", f"{input_file} has answers of a batch: give a file of requests")
+            query = "SELECT count(*) FROM batches WHERE tenant = ? AND is_open = 1"
+            if rows.execute(query, (tenant,)).fetchone()[0] >= OPEN_BATCHES:
+                message = f"tenant {tenant} has {OPEN_BATCHES} batches that run, the maximum; wait until one has ended"
+                raise Exhausted(f"tenants/{tenant}/batches", message, retry_after_s=60.0, reason="BATCHES_FULL")
+            rows.execute(
+                "INSERT INTO batches (batch, tenant, key_id, input_file, is_open, lease, lease_end_ns, record) "
+                "VALUES (?, ?, ?, ?, 1, 0, 0, ?)",
+                (batch, tenant, key_id, input_file, _encode(record)),
+            )
+            return _read(rows, batch, tenant)
+
+    def get(self, tenant: str, batch: str) -> Batch:
+        """Return a batch of the tenant. Raises NotFound."""
+        with self._database.reading() as rows:
+            return _read(rows, batch, tenant)
+
+    def page(self, tenant: str, after: str, size: int) -> Sequence[Batch]:
+        """Return batches of the tenant, newest first, from the one after `after` on, if any."""
+        query = "SELECT * FROM batches WHERE tenant = ? AND number < ? ORDER BY number DESC LIMIT ?"
+        with self._database.reading() as rows:
+            before = number_of(rows, "batches", "batch", tenant, after)
+            return [_batch(rows, row) for row in rows.execute(query, (tenant, before, size)).fetchall()]
+
+    def cancel(self, tenant: str, batch: str) -> Batch:
+        """Begin no further lines of a batch. Raises NotFound, and Mismatch for one that has ended."""
+        with self._database.transaction() as rows:
+            found = _read(rows, batch, tenant)
+            if found.record.state is not BatchState.CANCELLING:
+                if found.record.state in (BatchState.FINALIZING, *(set(BatchState) - _OPEN)):
+                    raise Mismatch(batch, f"is {found.record.state.value}: nothing is left to cancel")
+                found.record.move(BatchState.CANCELLING)
+                _write(rows, found)
+            return found
+
+    def lease(self) -> tuple[Batch, list[int]] | None:
+        """Take an open batch that no runner has, the oldest; returns it and its lines that have ended."""
+        now = time.time_ns()
+        query = "SELECT * FROM batches WHERE is_open = 1 AND lease_end_ns < ? ORDER BY number LIMIT 1"
+        with self._database.reading() as rows:  # runners ask often, and beside other transactions
+            if rows.execute(query, (now,)).fetchone() is None:
+                return None
+        with self._database.transaction() as rows:
+            row = rows.execute(query, (now,)).fetchone()
+            if row is None:
+                return None
+            batch = row["batch"]
+            rows.execute(
+                "UPDATE batches SET lease = lease + 1, lease_end_ns = ? WHERE batch = ?", (now + _LEASE_NS, batch)
+            )
+            ended = rows.execute("SELECT line FROM batch_results WHERE batch = ?", (batch,)).fetchall()
+            found = _read(rows, batch)
+            self._look_at_key(rows, found)
+            return found, [line for (line,) in map(tuple, ended)]
+
+    def report(self, name: str, lease: int, report: Report) -> Batch:
+        """Keep what a runner has done, and its lease.
+
+        Raises Aborted where another runner has the batch or it has ended, NotFound where its tenant was purged.
+        """
+        with self._database.transaction() as rows:
+            found = self._held(rows, name, lease)
+            self._look_at_key(rows, found)
+            record = found.record
+            if report.errors:
+                record.errors = list(report.errors)[:ERRORS]
+                self._end(rows, found, BatchState.FAILED)
+            if report.models is not None and record.state is BatchState.VALIDATING:
+                record.total, record.models = report.total, dict(report.models)
+                record.move(BatchState.IN_PROGRESS)
+            record.begun = max(record.begun, report.begun)
+            rows.executemany(
+                "INSERT INTO batch_results VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                [(name, one.line, int(one.failed), one.result) for one in report.results],
+            )
+            _write(rows, found)
+            end_ns = 0 if report.released else time.time_ns() + _LEASE_NS
+            rows.execute("UPDATE batches SET lease_end_ns = ? WHERE batch = ?", (end_ns, name))
+            found = _read(rows, name)
+        return self._finish(found, expired=report.expired) if report.finished else found
+
+    def _finish(self, batch: Batch, *, expired: bool) -> Batch:
+        """Write the files of a batch whose lines have all ended, and end it: all of that, or nothing but its state."""
+        with self._database.transaction() as rows:
+            found = self._held(rows, batch.batch, batch.lease)
+            record = found.record
+            if (ended := record.completed + record.failed) != record.total:
+                message = f"{ended} of {record.total} lines of {batch.batch} have ended"
+                raise InvalidField("finished", message)
+            if record.state is BatchState.IN_PROGRESS:
+                record.is_late = expired
+                record.move(BatchState.FINALIZING)
+                _write(rows, found)
+        end = BatchState.CANCELLED
+        if record.state is BatchState.FINALIZING:
+            end = BatchState.EXPIRED if record.is_late else BatchState.COMPLETED
+        upload = self._data.new_upload()
+        try:
+            for name, failed in (("output", 0), ("errors", 1)):
+                for piece in self._result_pieces(batch.batch, failed):
+                    upload.append(name, piece)
+            blobs = upload.finish()
+            digests = [blob.digest for blob in blobs.values()]
+            with (
+                self._data.staged(upload, blobs) as keep,
+                self._database.swept(self._data, digests),
+                self._database.transaction() as rows,
+            ):
+                found = self._held(rows, batch.batch, batch.lease)
+                for name, blob in blobs.items():
+                    file = new_file(found.tenant, OUTPUT, f"{found.batch}_{name}.jsonl", blob)
+                    keep(rows, name)
+                    add_file(rows, file)
+                    self._name_file(found.record, name, file)
+                self._end(rows, found, end)
+                _write(rows, found)
+                return _read(rows, batch.batch)
+        finally:
+            upload.discard()
+
+    def _name_file(self, record: BatchRecord, name: str, file: BatchFile) -> None:
+        if name == "output":
+            record.output_file = file.file
+        else:
+            record.error_file = file.file
+
+    def _result_pieces(self, batch: str, failed: int) -> Iterable[bytes]:
+        """Yield the lines of a file, in the order of the input's, some at a time: other calls have their turn."""
+        after = 0
+        while True:
+            with self._database.reading() as rows:
+                found = rows.execute(
+                    "SELECT line, result FROM batch_results WHERE batch = ? AND failed = ? AND line > ? "
+                    "ORDER BY line LIMIT ?",
+                    (batch, failed, after, _WRITTEN),
+                ).fetchall()
+            if not found:
+                return
+            after = found[-1]["line"]
+            yield "".join(f"{row['result']}\n" for row in found).encode()
+
+    def _end(self, rows: Rows, batch: Batch, state: BatchState) -> None:
+        """End a batch: its results are in its files by now, and webhooks hear of it."""
+        batch.record.move(state)
+        rows.execute("DELETE FROM batch_results WHERE batch = ?", (batch.batch,))
+        event = {
+            "type": f"batch.{state.value}",
+            "timestamp": datetime.now(UTC).isoformat(),
+            "data": {"id": batch.batch, "tenant": batch.tenant},
+        }
+        rows.execute("INSERT INTO batch_events (tenant, record) VALUES (?, ?)", (batch.tenant, json.dumps(event)))
+
+    def _held(self, rows: Rows, name: str, lease: int) -> Batch:
+        """Return a batch that a runner has. Raises Aborted, NotFound."""
+        found = _read(rows, name)
+        if found.lease != lease or found.record.state not in _OPEN:
+            raise Aborted(f"another runner has {name} by now, or it has ended", reason="LEASE_LOST")
+        return found
+
+    def _look_at_key(self, rows: Rows, batch: Batch) -> None:
+        """Cancel a batch whose API key is valid no more."""
+        record = batch.record
+        if not batch.key_id or record.state not in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
+            return
+        row = rows.execute("SELECT revoke_ns, expire_ns FROM api_keys WHERE key_id = ?", (batch.key_id,)).fetchone()
+        if row is not None and row["revoke_ns"] is None and (row["expire_ns"] or _NEVER) > time.time_ns():
+            return
+        why = f"API key {batch.key_id}, which made the batch, is revoked or has expired: no further line runs"
+        record.errors = [LineError("credential_invalid", why)]
+        record.move(BatchState.CANCELLING)
+        _write(rows, batch)
+
+
+_LEASE_NS = round(LEASE_S * 1e9)
+_NEVER = 2**63
+
+
+def _encode(record: BatchRecord) -> str:
+    return msgspec.json.encode(record).decode()
+
+
+def _write(rows: Rows, batch: Batch) -> None:
+    is_open = int(batch.record.state in _OPEN)
+    values = (is_open, _encode(batch.record), batch.batch)
+    rows.execute("UPDATE batches SET is_open = ?, record = ? WHERE batch = ?", values)
+
+
+def _read(rows: Rows, batch: str, tenant: str = "") -> Batch:
+    """Return a batch, of the tenant where one is given. Raises NotFound."""
+    query = "SELECT * FROM batches WHERE batch = ? AND ? IN ('', tenant)"
+    row = rows.execute(query, (batch, tenant)).fetchone()
+    if row is None:
+        raise NotFound("batch", batch)
+    return _batch(rows, row)
+
+
+def _batch(rows: Rows, row: Row) -> Batch:
+    record = msgspec.json.decode(row["record"], type=BatchRecord)
+    if record.state in _OPEN:
+        counted = rows.execute(
+            "SELECT count(*), coalesce(sum(failed), 0) FROM batch_results WHERE batch = ?", (row["batch"],)
+        ).fetchone()
+        record.completed, record.failed = int(counted[0]) - int(counted[1]), int(counted[1])
+    names = ("batch", "tenant", "key_id", "input_file", "number", "lease")
+    return Batch(record=record, **{name: row[name] for name in names})

@@ -1,0 +1,325 @@
+"""One batch at its runner: its file is checked, its lines run, what has ended is reported, and the batch ends.
+
+    lease ──▶ file ──▶ check, pin revisions ──▶ lines, some at once ──▶ results, several a report ──▶ finished
+
+Everything that a successor needs is at the store: the names that lines run with, how many lines of the order may have
+begun (told before they do), and the results. It runs again what may have begun and has no result: with the same request
+id, seed and revision, so that the answer is the same, and it is charged once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import tempfile
+import time
+from typing import Any, BinaryIO
+
+from loraplex.batches.v1 import batches_pb2 as pb
+
+from loraplex.batch_runner.line_call import BatchCluster, LineCalls, retry_after_s
+from loraplex.batch_runner.lines import CheckedFile, Line, check_file, read_line
+from loraplex.batch_runner.metrics import RunnerMetrics
+from loraplex.gateway.errors import HttpError
+from loraplex_client import (
+    AbortedError,
+    AsyncClient,
+    BatchError,
+    LoraplexError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
+from loraplex_client.batches import Batch, batch_of
+from loraplex_client.calls import Call, Script
+from loraplex_client.connection import AsyncConnection
+
+log = logging.getLogger(__name__)
+
+# Interval in seconds between reports of results, and of one without news, a quarter of the store's lease.
+REPORT_S, HEARTBEAT_S = 0.1, 2.5
+# Maximum number and bytes of a report's results.
+_RESULTS, _BYTES = 256, 3 * 1024 * 1024
+# Number of lines that are told to have begun at a time.
+_CHUNK = 64
+# Timeout in seconds of a line's call, after which it is made again; and for which lines that have begun may go on after
+# the window's end or a cancel.
+_LINE_S, _ENDING_S = 600.0, 600.0
+# Number of times that a line is tried whose credential is refused, until the store has said that its key has ended.
+_REFUSALS = 20
+
+
+class LeaseLost(Exception):
+    """Another runner has the batch, or its tenant was purged."""
+
+
+class BatchRun:
+    """Runs a leased batch."""
+
+    def __init__(
+        self, lease: pb.LeaseBatchResponse, store: AsyncConnection, client: AsyncClient, metrics: RunnerMetrics
+    ) -> None:
+        self.name, self._lease = lease.batch.name, lease.lease
+        tenant = self.name.split("/")[1]
+        self.batch: Batch = batch_of(lease.batch)
+        self._store = store.for_caller(tenant, "")
+        self._cluster = BatchCluster(client, tenant, lease.key_id)
+        self._caller = client.for_caller(tenant, batch_key=lease.key_id)
+        self._metrics = metrics
+        self._ended = set(lease.ended_lines)
+        # Lines of the order that a former runner may have begun, and that the store knows of.
+        self._begun_before = self._begun = lease.begun_count
+        self._results: list[pb.LineResult] = []
+        self._reporting = asyncio.Lock()
+        self._expired = False
+        # Set when no further line begins: the window has ended, or the batch is cancelled.
+        self._ending = asyncio.Event()
+        self._ending_at = 0.0
+        self._leaves = False
+
+    def leave(self) -> None:
+        """Begin no further line, and leave the rest of the batch to another runner."""
+        self._leaves = True
+
+    async def run(self, lines_at_once: int) -> None:
+        """Run the batch to its end. Raises LeaseLost; cancelling it leaves the rest to another runner."""
+        with tempfile.TemporaryFile() as file:
+            beating = asyncio.create_task(self._beat())
+            try:
+                running = asyncio.create_task(self._run(file, lines_at_once))
+                await asyncio.wait({beating, running}, return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+                    beating.result()
+                await running
+            finally:
+                running.cancel()
+                beating.cancel()
+                await asyncio.gather(beating, running, return_exceptions=True)
+
+    async def release(self) -> None:
+        """Report what has ended, and let another runner have the batch at once."""
+        with_rest = self._taken()
+        request = pb.ReportBatchRequest(name=self.name, lease=self._lease, results=with_rest, released=True)
+        await self._store.run(_once("ReportBatch", request))
+
+    async def _run(self, file: BinaryIO, lines_at_once: int) -> None:
+        if self.batch.state == "cancelling" and not self.batch.total:  # before its file was checked
+            await self._report(finished=True)
+            return
+        if self.batch.state != "finalizing":
+            checked = await self._checked(file)
+            if self.batch.state == "validating":
+                await self._begin(checked)
+                if self.batch.has_ended:
+                    return
+            await self._run_lines(file, checked.lines, lines_at_once)
+        while self._results:
+            await self._flush()
+        if self._leaves:
+            return
+        await self._report(finished=True, expired=self._expired)
+
+    async def _checked(self, file: BinaryIO) -> CheckedFile:
+        request = pb.DownloadFileRequest(name=self.batch.input_file)
+        while True:
+            try:
+                file.seek(0)
+                file.truncate()
+                await self._store.run(_download(request, file))
+                break
+            except LoraplexError as error:
+                if retry_after_s(error) is None:
+                    raise
+                await asyncio.sleep(retry_after_s(error) or REPORT_S)
+        file.flush()
+        file.seek(0)
+        return await asyncio.to_thread(check_file, file, self.batch.endpoint)
+
+    async def _begin(self, checked: CheckedFile) -> None:
+        """Pin the adapters to their revisions and begin the batch, or end it with what is wrong with its file."""
+        models, errors = dict[str, str](), list(checked.errors)
+        for name, line in checked.models.items() if not errors else ():
+            try:
+                models[name] = await self._pinned(name)
+            except (LoraplexError, HttpError) as error:
+                message = error.message.replace("adapter not found:", "model not found:", 1)
+                errors.append(BatchError("model_not_found", f"line {line}: body.model: {message}", line, "body.model"))
+        if errors:
+            told = [pb.BatchError(code=e.code, message=e.message, line=e.line, param=e.param) for e in errors]
+            await self._report(errors=told[:100])
+            return
+        await self._report(total_count=len(checked.lines), models=models)
+
+    async def _pinned(self, name: str) -> str:
+        """Return a model's name with the revision that it means now. Raises LoraplexError, HttpError."""
+        while True:
+            try:
+                named = await self._cluster.named(self._caller, name)
+                if not (adapter_id := named.get("adapter_id")):
+                    return name
+                adapter, revision = await self._caller.store.get(adapter_id)
+                base = f"{named['model']}:" if "model" in named else ""
+                return f"{base}{adapter.name}@{revision.digest}"
+            except LoraplexError as error:
+                if (pause_s := retry_after_s(error)) is None or self._ending.is_set():
+                    raise
+                await asyncio.sleep(pause_s)
+
+    async def _run_lines(self, file: BinaryIO, lines: list[Line], at_once: int) -> None:
+        """Run what has no result, in the order; lines that do not begin end with an error."""
+        calls = LineCalls(self._cluster, self.batch.id, self.batch.endpoint, self.batch.models)
+        running = set[asyncio.Task[None]]()
+        try:
+            for place, line in enumerate(lines):
+                if self._leaves:
+                    break
+                if line.number in self._ended:
+                    continue
+                if place >= self._begun and not self._stops():
+                    self._begun = min(len(lines), place + _CHUNK)
+                    await self._report(begun_count=self._begun)
+                if self._stops() and place >= self._begun_before:
+                    self._end_unbegun(calls, file, line)
+                    await self._room_for_results()
+                    continue
+                while len(running) >= at_once:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                await self._room_for_results()
+                running.add(asyncio.create_task(self._run_line(calls, file, line)))
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run_line(self, calls: LineCalls, file: BinaryIO, line: Line) -> None:
+        """Run a line until it has a result."""
+        fields = await asyncio.to_thread(read_line, file, line)
+        number, custom_id, refusals = line.number, fields["custom_id"], 0
+        while True:
+            try:
+                async with asyncio.timeout(_LINE_S):
+                    status, body = await calls.answer(number, fields)
+                self._end_line(number, calls.result(number, custom_id, status, body), failed=status != 200)
+                return
+            except (HttpError, LoraplexError, TimeoutError) as error:
+                refusals += isinstance(error, UnauthenticatedError)
+                pause_s = retry_after_s(error)
+                if pause_s is None or refusals > _REFUSALS:
+                    self._end_line(number, calls.failure(number, custom_id, error), failed=True)
+                    return
+                self._metrics.waits.labels("quota" if isinstance(error, ResourceExhaustedError) else "cluster").inc()
+                if self._gives_up(error):
+                    self._end_unbegun(calls, file, line)
+                    return
+            await self._pause(pause_s * random.uniform(1.0, 1.2))
+
+    def _gives_up(self, error: Exception) -> bool:
+        """Return whether a line that waits has no time left: for a quota none once no further line begins."""
+        if not self._stops():
+            return False
+        waits_for_quota = isinstance(error, (ResourceExhaustedError, UnauthenticatedError))
+        return waits_for_quota or time.monotonic() > self._ending_at + _ENDING_S
+
+    async def _pause(self, pause_s: float) -> None:
+        left_s = max(0.0, self.batch.expire_time.timestamp() - time.time())
+        if self._ending.is_set():
+            await asyncio.sleep(pause_s)
+            return
+        try:
+            async with asyncio.timeout(min(pause_s, left_s + 0.1)):
+                await self._ending.wait()
+        except TimeoutError:
+            pass
+
+    def _stops(self) -> bool:
+        """Return whether no further line begins."""
+        if not self._ending.is_set():
+            is_late = time.time() >= self.batch.expire_time.timestamp()
+            self._expired = is_late and self.batch.state == "in_progress"
+            if self._expired or self.batch.state == "cancelling":
+                self._ending_at = time.monotonic()
+                self._ending.set()
+        return self._ending.is_set()
+
+    def _end_unbegun(self, calls: LineCalls, file: BinaryIO, line: Line) -> None:
+        custom_id = read_line(file, line)["custom_id"]
+        code, why = ("batch_expired", "the batch's window ended before it could run")
+        if not self._expired:
+            code, why = ("batch_cancelled", "the batch was cancelled before it could run")
+        self._end_line(line.number, calls.error(line.number, custom_id, code, why), failed=True)
+
+    def _end_line(self, number: int, result: str, *, failed: bool) -> None:
+        self._results.append(pb.LineResult(line=number, failed=failed, result=result))
+        self._metrics.lines.labels("error" if failed else "answer").inc()
+
+    async def _room_for_results(self) -> None:
+        """Wait while the store does not take results."""
+        while len(self._results) >= 2 * _RESULTS:
+            await self._flush()
+
+    async def _beat(self) -> None:
+        """Report results soon, and the lease in time. Raises LeaseLost."""
+        told_at = time.monotonic()
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._stops()
+            if self._results or time.monotonic() > told_at + HEARTBEAT_S:
+                await self._flush()
+                told_at = time.monotonic()
+
+    def _taken(self) -> list[pb.LineResult]:
+        """Return the first results, as many as a report may have."""
+        taken, size = list[pb.LineResult](), 0
+        for result in self._results[:_RESULTS]:
+            size += result.ByteSize() + 16
+            if taken and size > _BYTES:
+                break
+            taken.append(result)
+        return taken
+
+    async def _flush(self) -> None:
+        async with self._reporting:
+            taken = self._taken()
+            await self._send(pb.ReportBatchRequest(results=taken))
+            del self._results[: len(taken)]
+
+    async def _report(self, **fields: Any) -> None:
+        async with self._reporting:
+            await self._send(pb.ReportBatchRequest(**fields))
+
+    async def _send(self, request: pb.ReportBatchRequest) -> None:
+        """Report until the store has taken it. Raises LeaseLost."""
+        request.name, request.lease = self.name, self._lease
+        while True:
+            try:
+                answer = await self._store.run(_once("ReportBatch", request))
+            except (AbortedError, NotFoundError) as error:
+                raise LeaseLost(error.message) from error
+            except LoraplexError as error:
+                if (pause_s := retry_after_s(error)) is None:
+                    raise
+                log.warning("%s waits for the store: %s", self.batch.id, error.message)
+                await asyncio.sleep(pause_s)
+                continue
+            self.batch = batch_of(answer.batch)
+            return
+
+
+def _once(method: str, request: Any) -> Script[Any]:
+    return (yield Call(method, request, once=True))
+
+
+def _download(request: pb.DownloadFileRequest, file: BinaryIO) -> Script[None]:
+    def take(message: pb.DownloadFileResponse) -> None:
+        file.write(message.data)
+
+    yield Call("DownloadFile", request, take=take)

@@ -1,0 +1,174 @@
+"""Files and batches of a real store, as tenants and runners call it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from loraplex.batches.v1 import batches_pb2 as pb
+from loraplex.batches.v1 import batches_pb2_grpc
+
+from loraplex.adapter_store.app import Store
+from loraplex.batch_store import batches as batches_module
+from tests.adapter_store.conftest import metadata
+
+CHAT = "/v1/chat/completions"
+
+
+class Caller:
+    """The methods as tenant acme or another calls them."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub: Any = batches_pb2_grpc.BatchServiceStub(channel)
+
+    async def __call__(self, method: str, tenant: str = "acme", **fields: Any) -> Any:
+        request = getattr(pb, f"{method}Request")(**fields)
+        return await getattr(self.stub, method)(request, metadata=metadata(tenant))
+
+    async def upload(self, data: bytes, tenant: str = "acme", **header: str) -> Any:
+        """Upload a file in two pieces."""
+        header = {"filename": "in.jsonl", "purpose": "batch", **header}
+        parts = [pb.UploadFileRequest(header=pb.FileHeader(**header))]
+        parts += [pb.UploadFileRequest(data=piece) for piece in (data[:3], data[3:])]
+        return (await self.stub.UploadFile(iter(parts), metadata=metadata(tenant))).file
+
+    async def download(self, name: str, tenant: str = "acme") -> bytes:
+        """A file's bytes."""
+        messages = self.stub.DownloadFile(pb.DownloadFileRequest(name=name), metadata=metadata(tenant))
+        return b"".join([message.data async for message in messages])
+
+    async def batch(self, **fields: Any) -> Any:
+        """A new batch of a new file."""
+        file = await self.upload(b"12345\n")
+        return (await self("CreateBatch", input_file=file.name, endpoint=CHAT, **fields)).batch
+
+    async def report(self, lease: Any, **fields: Any) -> Any:
+        """Report for a lease."""
+        return (await self("ReportBatch", name=lease.batch.name, lease=lease.lease, **fields)).batch
+
+
+@pytest_asyncio.fixture
+async def call(store: Store) -> AsyncIterator[Caller]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        yield Caller(channel)
+
+
+def result(line: int, text: str = "", *, failed: bool = False) -> pb.LineResult:
+    return pb.LineResult(line=line, failed=failed, result=text or f'{{"line":{line}}}')
+
+
+async def test_a_file_is_kept_whole_and_is_its_tenants_alone(call: Caller) -> None:
+    file = await call.upload(b"one\ntwo\n")
+    assert (file.bytes, file.purpose, file.filename) == (8, "batch", "in.jsonl")
+    assert await call.download(file.name) == b"one\ntwo\n"
+    assert (await call("ListFiles")).files == [file]
+    assert (await call("ListFiles", purpose="batch_output")).files == []
+    with pytest.raises(grpc.aio.AioRpcError, match="file not found"):
+        await call("GetFile", tenant="other", name=file.name)
+    with pytest.raises(grpc.aio.AioRpcError, match="file not found"):
+        await call("GetFile", tenant="other", name=file.name.rpartition("/")[2])
+    await call("DeleteFile", name=file.name)
+    with pytest.raises(grpc.aio.AioRpcError, match="file not found"):
+        await call.download(file.name)
+
+
+async def test_bad_uploads_and_batches_are_refused_by_field(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.batch_store.service.FILE_BYTES", 10)
+    for data, header, words in (
+        (b"x", {"purpose": "vision"}, "header.purpose: 'vision' is not served; give 'batch'"),
+        (b"x", {"filename": ""}, "header.filename: is not a text"),
+        (b"", {}, "data: the file is empty"),
+        (b"0123456789x", {}, "data: the file is larger than the 10 bytes"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=words):
+            await call.upload(data, **header)
+    assert (await call("ListFiles")).files == []
+    file = await call.upload(b"x")
+    for fields, words in (
+        ({"input_file": "file-0"}, "file not found"),
+        ({"endpoint": "/v1/moderations"}, "endpoint: '/v1/moderations' is not one of"),
+        ({"completion_window": {"seconds": 3}}, "completion_window: 3 s; 60 to 86400 s"),
+        ({"metadata": {"k" * 65: ""}}, "metadata.k+: a key has 1 to 64"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=words):
+            await call("CreateBatch", **{"input_file": file.name, "endpoint": CHAT, **fields})
+    monkeypatch.setattr(batches_module, "OPEN_BATCHES", 1)
+    await call.batch()
+    with pytest.raises(grpc.aio.AioRpcError, match="tenant acme has 1 batches that run, the maximum"):
+        await call.batch()
+
+
+async def test_a_batch_ends_with_each_lines_first_result(call: Caller) -> None:
+    batch = await call.batch(metadata={"a": "b"})
+    assert (batch.state, dict(batch.metadata)) == (pb.BATCH_STATE_VALIDATING, {"a": "b"})
+    with pytest.raises(grpc.aio.AioRpcError, match="which runs; cancel it first"):
+        await call("DeleteFile", name=batch.input_file)
+    lease = await call("LeaseBatch")
+    assert (lease.batch.name, lease.lease, lease.begun_count) == (batch.name, 1, 0)
+    assert not (await call("LeaseBatch")).HasField("batch")
+    await call.report(lease, total_count=3, models={"a": "a@1"})
+    running = await call.report(lease, begun_count=2, results=[result(2), result(3, failed=True)])
+    assert (running.state, running.completed_count, running.failed_count) == (pb.BATCH_STATE_IN_PROGRESS, 1, 1)
+    with pytest.raises(grpc.aio.AioRpcError, match="finished: 2 of 3 lines"):
+        await call.report(lease, finished=True)
+    ended = await call.report(lease, results=[result(2, "again"), result(1)], finished=True)
+    assert (ended.state, ended.completed_count, ended.failed_count) == (pb.BATCH_STATE_COMPLETED, 2, 1)
+    assert await call.download(ended.output_file) == b'{"line":1}\n{"line":2}\n'
+    assert await call.download(ended.error_file) == b'{"line":3}\n'
+    assert (await call("GetBatch", name=batch.name)).batch == ended
+    with pytest.raises(grpc.aio.AioRpcError, match="is completed: nothing is left to cancel"):
+        await call("CancelBatch", name=batch.name)
+    with pytest.raises(grpc.aio.AioRpcError, match="or it has ended"):
+        await call.report(lease, results=[result(1)])
+    with pytest.raises(grpc.aio.AioRpcError, match="has answers of a batch"):
+        await call("CreateBatch", input_file=ended.output_file, endpoint=CHAT)
+
+
+async def test_a_lease_that_lapsed_is_anothers_and_its_holder_writes_no_more(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await call.batch()
+    former = await call("LeaseBatch")
+    await call.report(former, total_count=2, models={"a": "a@1"}, begun_count=2, results=[result(1)])
+    now = time.time_ns
+    monkeypatch.setattr(batches_module.time, "time_ns", lambda: now() + 11 * 10**9)
+    later = await call("LeaseBatch")
+    assert (later.lease, later.begun_count, list(later.ended_lines)) == (2, 2, [1])
+    assert dict(later.batch.models) == {"a": "a@1"}
+    with pytest.raises(grpc.aio.AioRpcError, match="another runner has batch_"):
+        await call.report(former, results=[result(2)])
+    await call.report(later, released=True)
+    assert (await call("LeaseBatch")).lease == 3
+
+
+async def test_a_batch_expires_fails_or_is_cancelled(call: Caller) -> None:
+    await call.batch()
+    lease = await call("LeaseBatch")
+    failed = await call.report(lease, errors=[pb.BatchError(code="c", message="line 1: m", line=1, param="url")])
+    assert (failed.state, failed.errors[0].message) == (pb.BATCH_STATE_FAILED, "line 1: m")
+    await call.batch()
+    lease = await call("LeaseBatch")
+    await call.report(lease, total_count=1, models={"a": "a"})
+    late = await call.report(lease, results=[result(1, failed=True)], finished=True, expired=True)
+    assert (late.state, late.output_file) == (pb.BATCH_STATE_EXPIRED, "")
+    batch = await call.batch()
+    lease = await call("LeaseBatch")
+    cancelling = (await call("CancelBatch", name=batch.name)).batch
+    assert cancelling == (await call("CancelBatch", name=batch.name)).batch
+    assert cancelling.state == pb.BATCH_STATE_CANCELLING
+    assert (await call.report(lease, finished=True)).state == pb.BATCH_STATE_CANCELLED
+
+
+async def test_pages_are_newest_first_and_begin_behind_a_batch(call: Caller) -> None:
+    names = [(await call.batch()).name for _ in range(3)]
+    first = await call("ListBatches", page_size=2)
+    assert [batch.name for batch in first.batches] == names[:0:-1]
+    rest = await call("ListBatches", page_size=2, page_token=first.next_page_token)
+    assert ([batch.name for batch in rest.batches], rest.next_page_token) == ([names[0]], "")
+    assert (await call("ListBatches", tenant="other")).batches == []
+    with pytest.raises(grpc.aio.AioRpcError, match="page_token: 'x' is not a batch of this list"):
+        await call("ListBatches", page_token="x")
