@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check lint-room test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade release release-check rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
+.PHONY: help setup run secured check lint-room test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos batches ledger cancels compilations formats swaps releases upgrade release release-check rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -211,6 +211,10 @@ ranks: $(STAMP) ## Compare every family on two and four ranks, quantized too, wi
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
 	$(BIN)/python -m tests.trials.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
 		$(if $(OVERLAP),--overlap) $(if $(KINDS),--kinds "$(KINDS)") $(if $(JSON),--json "$(JSON)")
+
+batches: KILLS := $(if $(filter command line,$(origin KILLS)),$(KILLS),50)
+batches: $(STAMP) ## Kill every kind of process while a batch runs; each line must have its answer once, and one charge
+	$(BIN)/python -m tests.trials.batches --lines $(REQUESTS) --kills $(KILLS) --seed $(SEED)
 
 ledger: KILLS := $(if $(filter command line,$(origin KILLS)),$(KILLS),100)
 ledger: $(STAMP) ## Kill and stop processes and wipe Redis; clients, usage events, accounts and quotas must agree

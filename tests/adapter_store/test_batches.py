@@ -135,7 +135,7 @@ async def test_a_lease_that_lapsed_is_anothers_and_its_holder_writes_no_more(
     former = await call("LeaseBatch")
     await call.report(former, total_count=2, models={"a": "a@1"}, begun_count=2, results=[result(1)])
     now = time.time_ns
-    monkeypatch.setattr(batches_module.time, "time_ns", lambda: now() + 11 * 10**9)
+    monkeypatch.setattr("loraplex.batch_store.batches.time.time_ns", lambda: now() + 6 * 10**9)
     later = await call("LeaseBatch")
     assert (later.lease, later.begun_count, list(later.ended_lines)) == (2, 2, [1])
     assert dict(later.batch.models) == {"a": "a@1"}

@@ -29,7 +29,7 @@ from loraplex.batch_store.files import INPUT, OUTPUT, BatchFile, add_file, new_f
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 
 # Time in seconds for which a runner has a batch after a report.
-LEASE_S = 10.0
+LEASE_S = 5.0
 # Maximum number of a tenant's batches that have not ended, of lines of a batch, and of errors that are kept of a file.
 OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
 # Maximum number of results that are written into a file at a time.

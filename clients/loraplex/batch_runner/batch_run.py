@@ -38,7 +38,7 @@ from loraplex_client.connection import AsyncConnection
 log = logging.getLogger(__name__)
 
 # Interval in seconds between reports of results, and of one without news, a quarter of the store's lease.
-REPORT_S, HEARTBEAT_S = 0.1, 2.5
+REPORT_S, HEARTBEAT_S = 0.1, 1.25
 # Maximum number and bytes of a report's results.
 _RESULTS, _BYTES = 256, 3 * 1024 * 1024
 # Number of lines that are told to have begun at a time.
