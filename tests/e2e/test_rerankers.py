@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
@@ -89,7 +90,7 @@ class Decoder:
             json.dumps({"true_token_id": yes, "false_token_id": no})
         )
         self.yes, self.no = yes, no
-        self.adapters = {name: directory / name for name in ("tuned", "templated", "headed")}
+        self.adapters = {name: directory / name for name in ("tuned", "templated", "headed", "rendered")}
         for seed, name in enumerate(("tuned", "templated")):
             save_adapter(model, self.adapters[name], seed, r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
         (self.adapters["templated"] / "chat_template.jinja").write_text(ROLES)
@@ -101,7 +102,9 @@ class Decoder:
         for name, parameter in self.classifier.named_parameters():
             if "lora_" in name or "score" in name:
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-        self.classifier.save_pretrained(str(self.adapters["headed"]))
+        for name in ("headed", "rendered"):
+            self.classifier.save_pretrained(str(self.adapters[name]))
+        (self.adapters["rendered"] / "chat_template.jinja").write_text(ROLES)
         self.classifier = self.classifier.eval().double()
         self.peft: Any = PeftModel.from_pretrained(model, self.adapters["tuned"], adapter_name="tuned")
         self.peft.load_adapter(self.adapters["templated"], adapter_name="templated")
@@ -178,15 +181,26 @@ async def test_adapters_change_scores_as_peft_s_and_bring_their_template(cluster
     assert forged.usage.prompt_tokens > 2 * len(decoder.tokenizer(decoder.prompt(QUERY, "x")).input_ids) + 8
 
 
+async def test_scores_have_the_same_bits_among_those_of_other_adapters(cluster: Cluster) -> None:
+    names = (None, "tuned", "templated")
+    together = await asyncio.gather(*(cluster.client.rerank(QUERY, DOCUMENTS[:20], adapter_id=name) for name in names))
+    for name, ranking in zip(names, together, strict=True):
+        for one in ranking.results[::5]:
+            alone = await cluster.client.rerank(QUERY, [DOCUMENTS[one.index]], adapter_id=name)
+            assert alone.results[0].logit == one.logit
+
+
 async def test_a_decoder_s_adapter_scores_pairs_by_its_head(cluster: Cluster, decoder: Decoder) -> None:
     import torch
 
     documents = DOCUMENTS[:5]
-    headed = by_index(await cluster.client.rerank(QUERY, documents, adapter_id="headed"))
-    ids = [decoder.tokenizer(QUERY, document).input_ids for document in documents]
-    with torch.inference_mode():
-        logits = [decoder.classifier(input_ids=torch.tensor([one])).logits[0, 0] for one in ids]
-    assert headed == pytest.approx([float(logit.sigmoid()) for logit in logits], rel=0, abs=1e-5)
+    pairs = [decoder.tokenizer(QUERY, document).input_ids for document in documents]
+    prompts = [decoder.tokenizer(decoder.prompt(QUERY, document)).input_ids for document in documents]
+    for name, texts in (("headed", pairs), ("rendered", prompts)):
+        scores = by_index(await cluster.client.rerank(QUERY, documents, adapter_id=name))
+        with torch.inference_mode():
+            logits = [decoder.classifier(input_ids=torch.tensor([ids])).logits[0, 0] for ids in texts]
+        assert scores == pytest.approx([float(logit.sigmoid()) for logit in logits], rel=0, abs=1e-5)
     with pytest.raises(InvalidRequestError, match="yes: headed scores by its classification head"):
         await cluster.client.rerank(QUERY, documents, adapter_id="headed", yes="yes", no="no")
     with pytest.raises(InvalidRequestError, match="instruction: headed has no template that takes one"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Required
+from typing import Any, Literal, Required
 
 from typing_extensions import TypedDict
 
@@ -30,6 +30,7 @@ class RerankRequest(TypedDict, total=False):
     documents: Required[list[str | TextDocument]]
     top_n: int | None
     return_documents: bool | None
+    rank_fields: list[Literal["text"]] | None
     max_tokens_per_doc: int | None
     instruction: str | None
     truncate: bool | None

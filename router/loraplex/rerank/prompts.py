@@ -119,32 +119,29 @@ class Prompts:
         most = self._context - room
         if not truncate:
             return await self._checked(document, most)
-        # Of a document of the context's length, all that the template adds is beyond the context.
         document = await self.cut(document, most)
         keep = await self._count(document.text)
+        # All that the template adds to a document of the context's length may be beyond the context.
+        limit = 2 * self._context + len(f"{document.query}{self._instruction}".encode())
         for _ in range(_TRIES):
-            ids = await self._rendered(document, 2 * self._context + len(document.query) + len(self._instruction))
-            if len(ids) <= most:
+            ids = await self._fitting(document, limit)
+            if ids is not None and len(ids) <= most:
                 return ids
-            keep -= len(ids) - most
+            keep -= limit if ids is None else len(ids) - most
             if keep < 1:
                 break
             document = await self.cut(document, keep)
         raise _too_long(document.query_field, "the query", self._context)
 
     async def _checked(self, document: Document, most: int) -> tuple[int, ...]:
-        try:
-            return await self._rendered(document, most)
-        except InvalidField as error:
-            if error.reason != CONTEXT_EXCEEDED:
-                raise
-        try:
-            await self._rendered(replace(document, text="."), most)
-        except InvalidField:
-            raise _too_long(document.query_field, "the query", self._context) from None
+        if (ids := await self._fitting(document, most)) is not None:
+            return ids
+        if await self._fitting(replace(document, text="."), most) is None:
+            raise _too_long(document.query_field, "the query", self._context)
         raise _too_long(document.field, "the document and its query", self._context)
 
-    async def _rendered(self, document: Document, limit: int) -> tuple[int, ...]:
+    async def _fitting(self, document: Document, limit: int) -> tuple[int, ...] | None:
+        """Return the ids of a document's prompt; None where they are more than `limit`."""
         model, chat = self._model, self._chat(document)
         try:
             return await self._prompts.tokenize_chat(
@@ -152,8 +149,9 @@ class Prompts:
             )
         except InvalidField as error:
             if error.reason == CONTEXT_EXCEEDED:
-                raise
-            raise InvalidField("model", f"{model.manifest.name}: {error.message}", reason=error.reason) from error
+                return None
+            why = error.message.removeprefix(f"{error.field}: ")
+            raise InvalidField("model", f"{model.manifest.name}: {why}", reason=error.reason) from error
 
     def _chat(self, document: Document) -> Chat:
         if self._own:
@@ -171,7 +169,7 @@ class Prompts:
 
 
 def _too_long(field: str, what: str, context: int) -> InvalidField:
-    return context_exceeded(field, f"{what}, with the template,", context)
+    return context_exceeded(field, f"{what}, with the template,", context, "set truncate to have documents cut")
 
 
 def _tokens(tokenizer: ModelTokenizer, text: str) -> list[int]:

@@ -44,6 +44,7 @@ async def codes(stub: Any, **names: Any) -> set[str]:
         "Generate": pb.GenerateRequest(spec=generated),
         "CountTokens": pb.CountTokensRequest(spec=scored),
         "Score": pb.ScoreRequest(spec=scored, continuations=[pb.Continuation(text="y")]),
+        "Rerank": pb.RerankRequest(**names, query="x", documents=["y"], yes="y", no="n"),
         "Embed": pb.EmbedRequest(spec=texts),
     }
     if "adapters" not in names:  # these take no weighted set

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from loraplex_client import InvalidRequestError, LoraplexError, NotFoundError
+from loraplex_client import AsyncClient, InvalidRequestError, LoraplexError, NotFoundError, Ranking
+from tests.accounts import account_of
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import Eventually
 from tests.e2e.gateway.test_adapters import ask
+from tests.plans_file import set_plans
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 # Of the hash model a byte is a token.
@@ -88,6 +90,28 @@ async def test_pairs_instructions_and_sets_are_scored_as_they_are_asked(cluster:
     assert [weight for _, weight in both.adapters] == [0.5, 0.5]
     cut = await cluster.client.rerank("q", ["document", "d"], max_document_tokens=1, **ANSWERS)
     assert cut.results[0].logit == cut.results[1].logit == await true_logit(cluster, "d", None, "q")
+
+
+async def test_a_call_counts_once_and_its_prompts_are_charged(cluster: Cluster, eventually: Eventually) -> None:
+    await set_plans(cluster.local.store, "[tenants.reranks]\nrequests_per_minute = 60\n")
+    async with AsyncClient(cluster.local.router, "reranks") as client:
+
+        async def ask() -> Ranking:
+            return await client.rerank("query", ["a", "b", "c"], **ANSWERS)
+
+        async def is_limited() -> bool:
+            return bool((await ask()).rate_limits)
+
+        await eventually(is_limited)  # the router has read the plan
+        before = await account_of(cluster.redis, "reranks")
+        ranking = await ask()
+        after = await account_of(cluster.redis, "reranks")
+    changed = {name: count - before[name] for name, count in after.items() if count != before[name]}
+    limit = ranking.rate_limits["requests"]
+    assert (limit.limit, limit.remaining < 60) == (60, True)
+    tokens = ranking.usage.prompt_tokens
+    assert changed == {"requests": 1, "input_tokens": tokens, "day_tokens": tokens, "month_tokens": tokens}
+    await eventually(cluster.idle)
 
 
 async def test_a_document_that_is_cut_fills_the_context(cluster: Cluster) -> None:

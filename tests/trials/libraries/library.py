@@ -84,6 +84,7 @@ LIBRARIES = (
     Library("openai-node", ("openai@7.59.0", "zod@4.6.7"), "use_openai.mjs", (*CHAT, *RESPONSES)),
     Library("anthropic", ("anthropic==2.14.0",), "use_anthropic.py"),
     Library("huggingface_hub", ("huggingface_hub==2.4.0",), "use_huggingface_hub.py"),
+    Library("cohere", ("cohere==7.3.1",), "use_cohere.py", ("rerank_v1", "rerank_v2", "overflow")),
     Library("litellm", ("litellm==1.110.2",), "use_litellm.py"),
     # The last version whose own parts are all on the package index.
     Library("litellm-proxy", ("litellm[proxy]==1.106.12",), "use_litellm_proxy.py"),
