@@ -32,6 +32,8 @@ from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismat
 LEASE_S = 5.0
 # Maximum number of a tenant's batches that have not ended, of lines of a batch, and of errors that are kept of a file.
 OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
+# Number of events that are kept for webhooks.
+_EVENTS = 100_000
 # Maximum number of results that are written into a file at a time.
 _WRITTEN = 500
 
@@ -302,6 +304,7 @@ class Batches:
             "data": {"id": batch.batch, "tenant": batch.tenant},
         }
         rows.execute("INSERT INTO batch_events (tenant, record) VALUES (?, ?)", (batch.tenant, json.dumps(event)))
+        rows.execute("DELETE FROM batch_events WHERE event < (SELECT max(event) FROM batch_events) - ?", (_EVENTS,))
 
     def _held(self, rows: Rows, name: str, lease: int) -> Batch:
         """Return a batch that a runner has. Raises Aborted, NotFound."""

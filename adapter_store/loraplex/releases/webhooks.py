@@ -1,4 +1,4 @@
-"""Webhooks: changes of releases and events of budgets, sent to the addresses of a file.
+"""Webhooks: changes of releases, and events of budgets and batches, sent to the addresses of a file.
 
 They are signed as https://www.standardwebhooks.com says.
 
@@ -7,8 +7,8 @@ url = "https://ci.example.com/hooks/loraplex"
 secret_file = "ci.secret"              # whsec_ and base64 of 24 to 64 bytes; beside this file
 tenants = ["acme"]                     # whose events; without it, all
 
-A webhook gets the events of releases in their order, and those of budgets, each at least once: the catalog keeps the
-last ones that it has taken. Stores that share a catalog each send them.
+A webhook gets the events of each kind in their order, each at least once: the catalog keeps the last ones that it has
+taken. Stores that share a catalog each send them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,11 @@ def signed_headers(key: bytes, message_id: str, timestamp: int, body: bytes) -> 
 
 
 # Tables of events, and the last part of the name under which the catalog keeps what a webhook has taken of each.
-_TABLES = {"release": ("release_events", ""), "budget": ("budget_events", "#budgets")}
+_TABLES = {
+    "release": ("release_events", ""),
+    "budget": ("budget_events", "#budgets"),
+    "batch": ("batch_events", "#batches"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,7 @@ class Webhooks:
 
     def _send_all(self, webhook: Webhook, kind: str, taken: str) -> bool:
         """Send the next events of a kind; returns whether no call failed."""
-        read = self._next_release if kind == "release" else self._next_budget
+        read = {"release": self._next_release, "budget": self._next_budget, "batch": self._next_batch}[kind]
         while (message := read(taken)) is not None:
             if not webhook.tenants or message.tenant in webhook.tenants:
                 # All tries of an event have the same id, by which a receiver recognizes repeats.
@@ -211,6 +215,15 @@ class Webhooks:
         record = json.loads(row["record"])
         body = {"type": f"budget.{row['kind']}", "timestamp": record["time"], "data": record["data"]}
         return _Message(row["event"], record["data"]["tenant"], json.dumps(body).encode())
+
+    def _next_batch(self, name: str) -> _Message | None:
+        with self._database.reading() as rows:
+            row = rows.execute(
+                "SELECT event, tenant, record FROM batch_events "
+                "WHERE event > (SELECT event FROM webhooks WHERE name = ?) ORDER BY event LIMIT 1",
+                (name,),
+            ).fetchone()
+        return None if row is None else _Message(row["event"], row["tenant"], row["record"].encode())
 
     def _next_release(self, name: str) -> _Message | None:
         with self._database.reading() as rows:

@@ -17,7 +17,7 @@ from loraplex.runtime.rpc.server import stop_signal
 from loraplex.runtime.rpc.tasks import unless_stopped
 from loraplex.runtime.telemetry.logging import LogOnce
 from loraplex.runtime.telemetry.metrics import serve_metrics
-from loraplex_client import LoraplexError
+from loraplex_client import AsyncClient, LoraplexError
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.endpoint import Credentials
@@ -33,6 +33,12 @@ _ASK_S = 5.0
 def _lease() -> Script[pb.LeaseBatchResponse]:
     lease: pb.LeaseBatchResponse = yield Call("LeaseBatch", pb.LeaseBatchRequest(), timeout_s=_ASK_S, once=True)
     return lease
+
+
+async def lease_batch(store: AsyncConnection, client: AsyncClient, metrics: RunnerMetrics) -> BatchRun | None:
+    """Lease a batch that no other runner has; None: there is none. Raises LoraplexError."""
+    lease = await store.run(_lease())
+    return BatchRun(lease, store, client, metrics) if lease.HasField("batch") else None
 
 
 class Runner:
@@ -56,14 +62,13 @@ class Runner:
     async def _begin(self) -> bool:
         """Begin a batch; returns whether there was one."""
         try:
-            lease = await self._store.run(_lease())
+            run = await lease_batch(self._store, self._client, self._metrics)
         except LoraplexError as error:
             self._away(f"no batches: {error.message}")
             return False
         self._away.reset()
-        if not lease.HasField("batch"):
+        if run is None:
             return False
-        run = BatchRun(lease, self._store, self._client, self._metrics)
         task = asyncio.create_task(self._run(run))
         self._running[task] = run
         task.add_done_callback(self._running.pop)

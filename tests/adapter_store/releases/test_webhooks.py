@@ -27,6 +27,7 @@ from loraplex.releases import webhooks
 from loraplex.releases.webhooks import WebhooksError, read_webhooks, signed_headers
 from tests.adapter_store.conftest import Client, files_of
 from tests.adapter_store.releases.test_releases import ADAPTER, Releasing
+from tests.adapter_store.test_batches import Caller as Batching
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
@@ -117,6 +118,20 @@ def test_the_signature_is_that_of_the_specification() -> None:
 def test_a_call_ends_in_its_time(dripping: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "_CALL_S", 0.3)
     assert webhooks.call(dripping, b"{}", {}) == "no whole answer within 0.3 s"
+
+
+async def test_the_end_of_a_batch_is_told(store: Store, receiver: Receiver) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        call = Batching(channel)
+        batch = await call.batch()
+        lease = await call("LeaseBatch")
+        await call.report(lease, errors=[{"code": "c", "message": "m"}])
+    await receiver.wait(1)
+    (headers, body), told = receiver.calls[0], json.loads(receiver.calls[0][1])
+    assert (headers["webhook-id"], told["type"]) == ("batch-event-1", "batch.failed")
+    assert told["data"] == {"id": batch.name.rpartition("/")[2], "tenant": "acme"}
+    key = base64.b64decode(SECRET.removeprefix("whsec_"))
+    assert signed_headers(key, "batch-event-1", int(headers["webhook-timestamp"]), body).items() <= headers.items()
 
 
 async def test_events_arrive_in_order_and_again_after_failures_though_another_receiver_drips(
