@@ -72,6 +72,7 @@ CHAT: dict[str, Any] = {
     "continue_final_message": True,
     "add_generation_prompt": False,
     "template_args": {"enable_thinking": False},
+    "thinking_token_budget": 7,
 }
 
 
@@ -165,6 +166,7 @@ def test_a_chat_as_other_clients_write_it() -> None:
         continue_final_message=True,
         add_generation_prompt=False,
         template_args='{"enable_thinking": false}',
+        thinking_token_budget=7,
     )
     assert chat_of(MESSAGES, {"tool_choice": "required"}).tool_choice.mode == inference_pb2.TOOL_MODE_REQUIRED
 

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from loraplex.gateway.bodies import Body
 from loraplex.gateway.conversation import SESSION_CHARACTERS, ChatBuilder
 from loraplex.gateway.endpoint import HttpCall, Protocol
-from loraplex.gateway.errors import HttpError, check_served, named_model, not_served, renamed
+from loraplex.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from loraplex.gateway.exchange import encode
 from loraplex_client import AsyncGenerationStream, FinishReason, Generation, Piece, ToolCallPart, Usage
 
@@ -266,7 +266,7 @@ class CountRequest(TypedDict, total=False):
     speed: Literal["standard", "fast"] | None
     user_profile_id: str
     workspace_id: str
-    # Not checked: of thinking, `disabled` alone has an effect; prompts are cached, and are what the client sends.
+    # Not checked: of thinking, `disabled` and a budget have an effect; prompts are cached, and are the client's own.
     thinking: Any
     cache_control: Any
     context_management: Any
@@ -326,6 +326,10 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     thinking = request.get("thinking")
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
         variables["enable_thinking"] = False
+    if isinstance(thinking, dict) and thinking.get("type") == "enabled":
+        if type(budget := thinking.get("budget_tokens")) is not int or budget < 0:
+            raise invalid("thinking.budget_tokens", f"{budget!r} is not a number of tokens")
+        options["thinking_token_budget"] = budget
     if variables:
         options["template_args"] = variables
     return options

@@ -187,6 +187,7 @@ class ChatRequest(ChatParams, CompletionExtensions, total=False):  # type: ignor
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     include_reasoning: bool | None
+    thinking_token_budget: int | None
     echo: bool | None
 
 
@@ -221,7 +222,7 @@ _SAME = (
     "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
     "top_k", "min_p", "typical_p", "top_n_sigma", "repetition_penalty", "min_tokens", "stop_token_ids",
     "allowed_token_ids", "bad_words", "ignore_eos", "skip_special_tokens", "add_special_tokens",
-    "truncate_prompt_tokens", "priority", "json_style", "logprobs_mode",
+    "truncate_prompt_tokens", "priority", "json_style", "logprobs_mode", "thinking_token_budget",
 )  # fmt: skip
 
 

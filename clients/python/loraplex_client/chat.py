@@ -81,6 +81,7 @@ def message_of(text: str, reasoning: str, tool_calls: Sequence[ToolCall]) -> dic
 # Options of a chat beside its messages; the others are fields of the whole request.
 CHAT_OPTIONS = (
     "tools", "tool_choice", "parallel_tool_calls", "continue_final_message", "add_generation_prompt", "template_args",
+    "thinking_token_budget",
 )  # fmt: skip
 _MODES = {
     "auto": inference_pb2.TOOL_MODE_AUTO,
@@ -98,7 +99,7 @@ def chat_of(messages: ChatMessages, options: Mapping[str, Any] | None = None) ->
     chat.tools.extend(_each("tools", _tool, settings.get("tools") or ()))
     if (choice := settings.get("tool_choice")) is not None:
         chat.tool_choice.CopyFrom(_tool_choice(choice))
-    for name in ("parallel_tool_calls", "continue_final_message", "add_generation_prompt"):
+    for name in (*CHAT_OPTIONS[2:5], "thinking_token_budget"):
         if settings.get(name) is not None:
             setattr(chat, name, settings[name])
     if (variables := settings.get("template_args")) is not None:

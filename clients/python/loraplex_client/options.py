@@ -123,6 +123,8 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool | None
     # further variables of the chat template, for example {"enable_thinking": False}
     template_args: Mapping[str, Any] | None
+    # maximum tokens of reasoning, after which the answer begins; -1: no limit
+    thinking_token_budget: int | None
 
     # of texts: with the tokens that the tokenizer adds; with the texts of special tokens read as these
     add_special_tokens: bool | None

@@ -66,6 +66,8 @@ class Chat:
     add_generation_prompt: bool = True
     # A JSON object of further variables for the template, or empty.
     template_args: str = ""
+    # Maximum tokens of reasoning; None: no limit.
+    thinking_token_budget: int | None = None
 
 
 # Tokens of an answer where neither request nor adapter nor model sets a maximum; fewer where the context ends before.

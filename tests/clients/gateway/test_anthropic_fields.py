@@ -45,6 +45,13 @@ def test_thinking_that_is_disabled_reaches_the_template(fields: Any, variables: 
     assert options_of(read(**fields)).get("template_args") == variables
 
 
+def test_a_budget_of_thinking_is_read() -> None:
+    assert options_of(read(thinking={"type": "enabled", "budget_tokens": 1024}))["thinking_token_budget"] == 1024
+    for wrong in (-1, "many", None):
+        with pytest.raises(HttpError, match=r"thinking\.budget_tokens: .* is not a number of tokens"):
+            options_of(read(thinking={"type": "enabled", "budget_tokens": wrong}))
+
+
 def test_a_tool_without_a_type_is_the_client_s_own() -> None:
     whole = {"type": "", "name": "f", "input_schema": {}}
     assert options_of(read(tools=[whole]))["tools"][0]["name"] == "f"

@@ -20,6 +20,8 @@ import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 import pytest_asyncio
+from loraplex.inference.v1 import inference_pb2 as pb
+from loraplex.inference.v1 import inference_pb2_grpc
 from tokenizers import AddedToken, Tokenizer
 
 from loraplex.runtime.rpc.settings import is_installed
@@ -310,6 +312,51 @@ async def test_a_constraint_of_the_engine_protocol_begins_behind_the_reasoning(c
         text = clients.tokenizer.decode(ids[ids.index(end) + 1 :])
         check(Found(text.lstrip("\n")), "json_schema")
     assert any(choice.reasoning_tokens for choice in found)
+
+
+@pytest.mark.parametrize("template", ["hermes", pytest.param("mistral", marks=pytest.mark.nightly)])
+async def test_a_budget_ends_reasoning_and_the_answer_begins(clients: Clients, template: str) -> None:
+    """With no liking for the mark, each answer reasons for exactly its budget, a resumed one too."""
+    mark = "[/THINK]" if template == "mistral" else "</think>"
+    end, last = (clients.tokenizer.token_to_id(one) for one in (mark, "e"))
+    # The mark comes where nothing else may.
+    options: dict[str, Any] = {
+        "adapter_id": template, "max_tokens": 600, "temperature": 1.0, "logit_bias": {end: -100.0, last: 2.0}
+    }  # fmt: skip
+
+    async def ask(budget: int, seed: int, kind: str) -> None:
+        found = await clients.own.chat(
+            SAID, thinking_token_budget=budget, seed=seed, **options, **(OWN[kind] if kind else {})
+        )
+        ids = found.choices[0].token_ids
+        assert (ids.index(end) if end in ids else -1) == budget
+        if kind:
+            check(Found(found.text, found.reasoning, [call.arguments for call in found.tool_calls]), kind)
+
+    kinds = ["", "regex", "json_schema", "choices", "tools"]
+    cases = [(budget, seed, kind) for budget in (0, 10, 200) for seed, kind in enumerate(kinds)]
+    await asyncio.gather(*(ask(*case) for case in [*cases, (-1, 1, "")]))
+    whole = await clients.own.chat(SAID, thinking_token_budget=10, seed=3, **options, **OWN["regex"])
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Go")], thinking_token_budget=10)
+    spec = pb.GenerateSpec(
+        adapter=template, chat=chat, regex=TEXTS["regex"], stopping=pb.Stopping(max_tokens=600),
+        sampling=pb.Sampling(temperature=1.0, seed=3, logit_bias={end: -100.0, last: 2.0}),
+    )  # fmt: skip
+    metadata = (("x-loraplex-tenant", TENANT),)
+    async with grpc.aio.insecure_channel(clients.router) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(pb.GenerateRequest(spec=spec), metadata=metadata)
+        token, received = "", list[int]()
+        async for response in call:
+            token = token or response.event.resume_token
+            received += response.event.delta.token_ids
+            if len(received) >= 5:
+                call.cancel()
+                break
+        told = pb.ReceivedTokens(choice=0, token_ids=received)
+        resumed = stub.Resume(pb.ResumeRequest(spec=spec, resume_token=token, received=[told]), metadata=metadata)
+        received += [one async for response in resumed for one in response.event.delta.token_ids]
+    assert tuple(received) == whole.choices[0].token_ids
 
 
 async def test_max_tokens_in_reasoning_leaves_no_text(clients: Clients) -> None:

@@ -161,6 +161,43 @@ def test_marks_that_are_tokens_end_reasoning_as_tokens(special: bool) -> None:
     assert takes(vocabulary.tokens, calling, word)
 
 
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_budget_ends_reasoning_after_so_many_tokens(budget: int) -> None:
+    tokenizer = Tokenizer.from_str(tokenizer_of("byte-level").to_str())
+    tokenizer.add_tokens([AddedToken(mark) for mark in ("<think>", "</think>")])
+    text = FileTokenizer({"tokenizer.json": tokenizer.to_str().encode()})
+    begin, end = (tokenizer.get_vocab()[mark] for mark in ("<think>", "</think>"))
+    vocabulary = read_vocabulary(tokenizer.to_str().encode(), tokenizer.get_vocab_size(), []).tokens
+    word = [id_of("byte-level", letter) for letter in "no"]
+    chat, opened = replace(CHAT, thinking_token_budget=budget), (begin,)
+    thought = [id_of("byte-level", letter) for letter in "aAbB</think"[:budget]]
+    formatted = format_grammar(chat, THINKING, text, opened, choices_grammar(["no"]))
+    plain = call_grammar(chat, THINKING, text, opened).text
+    calling = call_grammar(replace(chat, tools=TOOLS), THINKING, text, opened).text
+    for grammar in (formatted, plain, calling):
+        assert takes(vocabulary, grammar, [*thought, end, *word])
+        assert takes(vocabulary, grammar, [*thought[:-1], end, *word])
+        assert not takes(vocabulary, grammar, [*thought, word[0]])
+    assert not takes(vocabulary, formatted, [*thought, end, *thought, *word[1:]])
+    optional = call_grammar(chat, THINKING, text, ()).text
+    assert takes(vocabulary, optional, word * 5)
+    assert takes(vocabulary, optional, [begin, *thought, end, *word])
+    assert not takes(vocabulary, optional, [begin, *thought, word[0]])
+    unlimited = call_grammar(CHAT, THINKING, text, opened).text
+    assert unlimited == ""
+
+
+def test_a_budget_of_what_does_not_reason_is_refused() -> None:
+    chat = replace(CHAT, thinking_token_budget=5)
+    for one in (chat, replace(chat, tools=TOOLS)):
+        with pytest.raises(InvalidField, match=r"^chat\.thinking_token_budget: the chat template shows no reasoning"):
+            call_grammar(one, ChatTemplate("{{ messages }}{# <tool_call> #}"), TEXT, ids("x"))
+    with pytest.raises(InvalidField, match="'</think>' is not a token of the model"):
+        call_grammar(chat, THINKING, TEXT, ids("<think>"))
+    off = replace(chat, template_args='{"enable_thinking": false}')
+    assert call_grammar(off, THINKING, TEXT, ids("x")).text == ""  # which spends none
+
+
 def takes(tokens: Any, grammar: str, ids: list[int]) -> bool:
     """Tell whether a grammar takes these ids, one after the other."""
     matcher = compile_grammar(tokens, grammar)

@@ -84,6 +84,8 @@ def read_chat(chat: pb.Chat) -> Chat:
     prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
     if continued and prompted:
         raise InvalidField("chat.add_generation_prompt", "true cannot be combined with continue_final_message")
+    if (budget := chat.thinking_token_budget) < -1:
+        raise InvalidField("chat.thinking_token_budget", f"{budget}; give a number of tokens, or -1 for no limit")
     return Chat(
         messages=tuple(_message(f"chat.messages[{index}]", turn) for index, turn in enumerate(chat.messages)),
         # An answer without calls comes from a prompt without tools.
@@ -94,6 +96,7 @@ def read_chat(chat: pb.Chat) -> Chat:
         continue_final_message=continued,
         add_generation_prompt=prompted,
         template_args=chat.template_args,
+        thinking_token_budget=budget if chat.HasField("thinking_token_budget") and budget >= 0 else None,
     )
 
 

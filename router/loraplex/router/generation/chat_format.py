@@ -1,6 +1,6 @@
 """A chat's answer: what tells its reasoning and calls of tools apart, and the grammar of its calls or its format.
 
-    format     start: reasoning? format
+    format     start: reasoning? format               budget     start: reasoning[max_tokens]? (text or format)
 
 The grammar of calls is made by the package TOOL_CALLS. Marks that are added tokens of the tokenizer stand in a grammar
 as tokens, others as text. Format and grammar are functions of the request,
@@ -18,13 +18,14 @@ from itertools import groupby
 from typing import Any
 
 from loraplex.contracts.artifacts.chat_formats import MARK, CallFormat, ReasoningFormat
-from loraplex.contracts.grammars.build import behind_reasoning
+from loraplex.contracts.grammars.build import HEADER, behind_reasoning
 from loraplex.router.generation.chat_reader import TOOL_CALLS, ChatFormat
 from loraplex.router.request import Chat, ToolMode
 from loraplex.router.text.chat import ChatTemplate
 from loraplex.router.text.tokenizer import ModelTokenizer
 from loraplex.runtime.rpc.errors import InvalidField
 
+BUDGET = "chat.thinking_token_budget"
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -33,7 +34,7 @@ class CallSyntax:
     """The text around calls. `token_ids`: those of the marks that are tokens of their own.
 
     `ends_reasoning`: the mark behind a reasoning block in which the answer begins; `begins_reasoning`: one that it may
-    begin with, or that may stand `anywhere`. `hides`: texts that are not shown.
+    begin with, or that may stand `anywhere`. `hides`: texts that are not shown. `budget`: maximum tokens of reasoning.
     """
 
     calls: CallFormat | None
@@ -42,10 +43,11 @@ class CallSyntax:
     ends_reasoning: str = ""
     hides: tuple[str, ...] = ()
     anywhere: bool = False
+    budget: int | None = None
 
     def __hash__(self) -> int:
         """Return the hash of its values, where `token_ids` has them too."""
-        return hash((self.calls, *self.token_ids.items(), self.begins_reasoning, self.ends_reasoning))
+        return hash((self.calls, *self.token_ids.items(), self.begins_reasoning, self.ends_reasoning, self.budget))
 
     def mark(self, text: str) -> str:
         """Return a text as items of a rule: marks that are tokens, and others."""
@@ -103,15 +105,34 @@ def start_rules(syntax: CallSyntax, *, required: bool) -> str:
     """Return the rules of what comes before an answer, which is the rule `answer`; `required`: it is no free text."""
     hidden = [syntax.mark(text) for text in syntax.hides if required and syntax.is_token(text)]
     answer = f"({' | '.join(hidden)})* answer" if hidden else "answer"
-    begins, ends = syntax.begins_reasoning, syntax.ends_reasoning
-    thought = replace(syntax, hides=(), anywhere=False).text_up_to("thought", ends, r"/\n{0,2}/") if ends else ""
+    begins, thought = syntax.begins_reasoning, _thought(syntax)
     if not thought:
         return f"start: {answer}\n"
     if not begins:
         return f"start: thought {answer}\n{thought}"
     if not required and not syntax.is_token(begins):  # an answer's text may have the block in it
+        if syntax.budget is not None:
+            raise _no_budget(begins)
         return f"start: {answer}\n"
     return f"start: ({syntax.mark(begins)} thought)? {answer}\n{thought}"
+
+
+def _thought(syntax: CallSyntax) -> str:
+    """Return the rule `thought`, of reasoning and the mark that ends it; empty where no block can come."""
+    ends, then = syntax.ends_reasoning, r"/\n{0,2}/"
+    if not ends:
+        return ""
+    if syntax.budget is not None and not syntax.is_token(ends):
+        raise _no_budget(ends)
+    if syntax.budget == 0:
+        return f"thought: {syntax.mark(ends)} {then}\n"
+    thought = replace(syntax, hides=(), anywhere=False).text_up_to("thought", ends, then)
+    # llguidance ends a rule of one terminal after so many tokens.
+    return thought if syntax.budget is None else thought.replace("_text:", f"_text[max_tokens={syntax.budget}]:", 1)
+
+
+def _no_budget(mark: str) -> InvalidField:
+    return InvalidField(BUDGET, f"{mark!r} is not a token of the model; leave the budget out")
 
 
 # Number of ids at the end of the prompt among which a template opens or closes a reasoning block.
@@ -150,6 +171,9 @@ def call_grammar(
     Raises InvalidField.
     """
     form = chat_format(chat, template, tokenizer, prompt_ids, "")
+    if chat.thinking_token_budget is not None and (form is None or form.reasoning is None):
+        message = "the chat template shows no reasoning; leave it out, or name the marks in loraplex_chat.reasoning"
+        raise InvalidField(BUDGET, message)
     if not chat.tools:
         return CallGrammar(format_grammar(chat, template, tokenizer, prompt_ids, answer))
     if form is None or form.calls is None:
@@ -166,11 +190,15 @@ def format_grammar(
     chat: Chat, template: ChatTemplate, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...], grammar: str
 ) -> str:
     """Return the grammar of an answer that reasons first, where the template knows how, and then keeps to a format."""
-    form = chat_format(chat, template, tokenizer, prompt_ids, "") if grammar else None
+    needed = bool(grammar) or chat.thinking_token_budget is not None
+    form = chat_format(chat, template, tokenizer, prompt_ids, "") if needed else None
     if form is None:
         return grammar
-    start = start_rules(_syntax(chat, form, tokenizer, prompt_ids), required=True)
-    return grammar if start == "start: answer\n" else behind_reasoning(start, grammar)
+    syntax = _syntax(chat, form, tokenizer, prompt_ids)
+    start = start_rules(syntax, required=bool(grammar))
+    if start == "start: answer\n":
+        return grammar
+    return behind_reasoning(start, grammar) if grammar else f"{HEADER}{start}{syntax.text('answer', '')}"
 
 
 def behind_open_block(mark: str, token_id: int, grammar: str) -> str:
@@ -191,7 +219,7 @@ def _syntax(chat: Chat, form: ChatFormat, tokenizer: ModelTokenizer, prompt_ids:
         begins = ends = ""
     ids = {mark: token_id for mark in form.marks if (token_id := tokenizer.added_token(mark)) is not None}
     hides, anywhere = (reasoning.hides, reasoning.anywhere) if reasoning else ((), False)
-    return CallSyntax(form.calls, ids, begins, ends, hides, anywhere)
+    return CallSyntax(form.calls, ids, begins, ends, hides, anywhere, chat.thinking_token_budget)
 
 
 def _turned_off(chat: Chat) -> bool:
