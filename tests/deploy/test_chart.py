@@ -165,6 +165,7 @@ def test_commands_have_flags_and_variables_that_the_programs_know(
         "loraplex worker",
         "loraplex store",
         "loraplex gateway",
+        "loraplex runner",
         "loraplex scaler",
         "loraplex operator",
         "loraplex models push",

@@ -35,7 +35,7 @@ _POD: dict[str, Any] = {
     "tolerations": [{"key": "llm", "operator": "Exists"}],
     "priorityClassName": "llm",
 }
-_PARTS = ("redis", "store", "router", "edge", "gateway", "scaler", "operator", "register")
+_PARTS = ("redis", "store", "router", "edge", "gateway", "runner", "scaler", "operator", "register")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def pod_of(manifests: list[Manifest], name: str) -> Manifest:
 
 def test_the_pods_of_each_part_take_what_its_values_say(tmp_path: Path) -> None:
     parts: dict[str, Any] = {part: dict(_POD) for part in _PARTS}
-    for part in ("scaler", "operator"):
+    for part in ("runner", "scaler", "operator"):
         parts[part]["enabled"] = True
     pool = {"model": "base", "scaled": True, **_POD}
     account = {"serviceAccount": {"annotations": {"company/all": "x"}}}
@@ -90,7 +90,7 @@ def test_the_pods_of_each_part_take_what_its_values_say(tmp_path: Path) -> None:
         assert _POD["extraVolumeMounts"][0] in container["volumeMounts"], name
         annotations = named(manifests, "ServiceAccount", pod["serviceAccountName"])["metadata"]["annotations"]
         assert annotations == {"company/all": "x", **_POD["serviceAccount"]["annotations"]}, name
-    assert len({pod["serviceAccountName"] for _, pod in pods_of(manifests)}) == 9, "each part has its own"
+    assert len({pod["serviceAccountName"] for _, pod in pods_of(manifests)}) == 10, "each part has its own"
 
 
 def test_a_pool_s_identity_is_the_download_s_too(tmp_path: Path) -> None:

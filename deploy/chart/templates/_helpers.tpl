@@ -227,7 +227,7 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 - {name: tmp, mountPath: /tmp}
 {{- if and .role (include "loraplex.secured" $root) }}
 - {name: tls, mountPath: /etc/loraplex/tls, readOnly: true}
-{{- if ne .role "gateway" }}
+{{- if not (has .role (list "gateway" "batches")) }}
 - {name: keys, mountPath: /etc/loraplex/keys, readOnly: true}
 {{- end }}
 {{- end }}
@@ -252,7 +252,7 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- if and .role (include "loraplex.secured" $root) }}
 - name: tls
   secret: {secretName: {{ include "loraplex.certificate" (list $root (ternary "store" .role (eq .role "operator"))) }}}
-{{- if ne .role "gateway" }}
+{{- if not (has .role (list "gateway" "batches")) }}
 - name: keys
   secret:
     secretName: {{ $credentials.secret.name }}
