@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -219,3 +222,31 @@ async def test_lines_wait_for_a_quota(client: openai.AsyncOpenAI, cluster: Clust
     waits = client.with_options(default_headers={"x-loraplex-tenant": "waits"})
     batch = await ended(waits, (await begun(waits, jsonl(*(chat_line(str(n), "hash", "Hi") for n in range(12))))).id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 12)
+
+
+async def test_the_command_makes_shows_and_downloads_a_batch(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(jsonl(chat_line("1", "a", "Hi"), chat_line("2", "a", "Ho", top_p=7.0)))
+
+    async def said(*words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "loraplex", "batches", *words]
+        environ = {**os.environ, "LORAPLEX_STORE_ADDRESS": cluster.local.store, "LORAPLEX_TENANT": TENANT}
+        ran = await asyncio.create_subprocess_exec(
+            *command, env=environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        output, _ = await ran.communicate()
+        assert ran.returncode == code, output
+        return output.decode()
+
+    batch, *shown = (await said("create", str(tmp_path / "in.jsonl"), "--wait")).splitlines()
+    assert "completed" in shown[1]
+    shows, lists = await asyncio.gather(said("show", batch), said("list"))
+    assert shows.splitlines() == shown
+    assert batch in lists
+    wrote, errors, cancelled = await asyncio.gather(
+        said("download", batch, "--to", str(tmp_path / "out.jsonl")),
+        said("download", batch, "--errors"),
+        said("cancel", batch, code=2),
+    )
+    assert (wrote, json.loads(errors)["custom_id"]) == (f"wrote {tmp_path}/out.jsonl\n", "2")
+    assert json.loads((tmp_path / "out.jsonl").read_text())["custom_id"] == "1"
+    assert cancelled == f"error: {batch}: is completed: nothing is left to cancel\n"
