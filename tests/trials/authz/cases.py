@@ -55,7 +55,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "certificate": {"expired": "", "wrong CA": "", "names nobody": INVALID, OTHER: "", TWO: "CREDENTIALS_DIFFER"},
 }
-NAMING = frozenset({Role.OPERATOR, Role.AUDITOR, Role.ROUTER, Role.WORKER})
+NAMING = frozenset({Role.OPERATOR, Role.AUDITOR, Role.ROUTER, Role.WORKER, Role.BATCHES})
 # Reasons of the guard's refusals: an answer without one of them shows that the guard let the call pass.
 REASONS = frozenset(
     {

@@ -12,6 +12,7 @@ import grpc
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from loraplex.adapters.v1 import adapters_pb2, releases_pb2
+from loraplex.batches.v1 import batches_pb2
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex.admin.v1 import accounts_pb2, grants_pb2, keys_pb2, plans_pb2, tenants_pb2
@@ -39,6 +40,7 @@ _SERVICES = {
     for messages in (
         accounts_pb2,
         adapters_pb2,
+        batches_pb2,
         cluster_pb2,
         grants_pb2,
         inference_pb2,
