@@ -6,7 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
+from loraplex.contracts.artifacts.chat_formats import CALLS
 from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from loraplex.router.generation.chat_format import CallSyntax
+from loraplex.router.request import Chat, ChatMessage, Tool
+from loraplex.tool_calls import tool_grammar
 
 _SCHEMA = {
     "type": "object",
@@ -31,5 +37,16 @@ _BUILDERS: Mapping[str, Callable[[Any], str]] = {
     "grammar": lark_grammar,
     "choices": choices_grammar,
 }
+_TOOLS = (Tool("look", "", json.dumps({"type": "object", "properties": {"at": {"type": "string", "maxLength": 9}}})),)
+# Formats of calls whose marks the hash model can write: its tokens are bytes, and none is a part of a character.
+ASCII_CALLS = tuple(name for name, form in CALLS.items() if msgspec.json.encode(form).isascii())
+
+
+def or_calls(grammar: str, form: str) -> str:
+    """Return the grammar of answers that keep to a format, or call a tool in this format of calls."""
+    chat = Chat((ChatMessage("user", "x"),), _TOOLS)
+    return tool_grammar(chat, CallSyntax(CALLS[form], {}), answer=grammar).text
+
+
 # The grammar of each, and of no format.
 GRAMMARS: Mapping[str, str] = {"": "", **{name: _BUILDERS[name](value) for name, value in FORMATS.items()}}

@@ -9,7 +9,7 @@ from typing import Any
 from loraplex.contracts.options import RANGES, SamplingParams, StoppingParams
 from loraplex.router.request import PromptOptions, Request
 from tests.hash_answers import Asked, expected_answers, text_of
-from tests.hash_formats import FORMATS, GRAMMARS
+from tests.hash_formats import ASCII_CALLS, FORMATS, GRAMMARS, or_calls
 
 
 def asked_of(request: Request, adapter_digest: str) -> Asked:
@@ -66,7 +66,9 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
     own = Random(f"format {request.prompt}")
     if own.random() < 0.15:
         field = own.choice(list(FORMATS))
-        request = replace(request, format_field=field, grammar=GRAMMARS[field])
+        calls = Random(f"calls {request.prompt}").choice((None, *ASCII_CALLS))
+        grammar = or_calls(GRAMMARS[field], calls) if calls else GRAMMARS[field]
+        request = replace(request, format_field=field, grammar=grammar)
     elif own.random() < 0.1:
         allowed = tuple(sorted(own.sample(range(1000), own.choice((1, 3, 50)))))
         request = replace(request, sampling=replace(request.sampling, allowed_token_ids=allowed))

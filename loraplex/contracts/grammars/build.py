@@ -127,6 +127,11 @@ def _check_size(path: str, text: str) -> None:
         raise GrammarError(path, f"{len(text.encode())} bytes; at most {FORMAT_BYTES}")
 
 
+def escaped(text: str) -> str:
+    """Return a text as a regular expression of a Lark text, without slashes around it."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n").replace("\\\r", r"\r")
+
+
 def in_slashes(pattern: str) -> str:
     """Return a regex without what would end it in a Lark text: slashes and line ends."""
     return _ENDING.sub(lambda match: _ESCAPED.get(match[0], match[0]), pattern)

@@ -13,7 +13,7 @@ from typing import Any
 
 from loraplex.contracts.artifacts.chat_formats import MARK, CallFormat
 from loraplex.contracts.grammars import GrammarError
-from loraplex.contracts.grammars.build import in_slashes
+from loraplex.contracts.grammars.build import escaped, in_slashes
 from loraplex.router.generation.chat_format import ANY_TEXT, CallSyntax
 from loraplex.tool_calls.values import kinds_of
 
@@ -150,7 +150,7 @@ class _Rules:
                 self._leave_out("pattern", at)
             for keyword in one.keys() - _OF_STRINGS - ({"allOf"} if one is part else set()):
                 self._leave_out(keyword, at)
-        text += f" & ~/(.|\\n)*{in_slashes(re.escape(behind.strip()))}(.|\\n)*/"
+        text += f" & ~/(.|\\n)*{escaped(behind.strip())}(.|\\n)*/"
         terminal = rule.upper()
         self._lines.append(f"{rule}: {terminal} {mark}\n{terminal}: ({text}) {inner}")
 

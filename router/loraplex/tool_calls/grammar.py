@@ -18,7 +18,7 @@ from itertools import accumulate
 from loraplex.contracts.artifacts import ArtifactError, parse_object
 from loraplex.contracts.artifacts.chat_formats import NUMBER, CallFormat
 from loraplex.contracts.grammars import GrammarError
-from loraplex.contracts.grammars.build import GRAMMAR_BYTES, HEADER, behind_reasoning
+from loraplex.contracts.grammars.build import GRAMMAR_BYTES, HEADER, behind_reasoning, escaped
 from loraplex.contracts.grammars.json_schema import JsonStyle, check_schema
 from loraplex.router.generation.chat_format import CallGrammar, CallSyntax, start_rules
 from loraplex.router.request import Chat, Tool, ToolMode
@@ -136,7 +136,7 @@ def _begun_by_calls(syntax: CallSyntax, form: CallFormat, calls: str, *, require
     """Return the rules of an answer that calls tools where it begins as a call does."""
     if required:
         return f"answer: calls\ncalls: {calls}\n"
-    first = re.escape((form.calls[0] + form.call[0]).lstrip()[0])
+    first = escaped((form.calls[0] + form.call[0]).lstrip()[0])
     text = rf"TEXT: /([ \n\r\t]*[^{first} \n\r\t](.|\n)*)?/" + "\n"
     # Further openings are special tokens where they are tokens at all.
     tags = [mark for mark in form.opens[1:] if mark in syntax.token_ids]

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Strings, and words with the colon that makes one a key, in a literal; and what Python calls otherwise than JSON.
-_LITERALS = (
-    r"""{}"(?P<double>(?:\\.|[^"\\])*)"|'(?P<single>(?:\\.|[^'\\])*)'|(?P<word>[^\s{{}}\[\],:"']+)(?P<key>\s*:)?"""
-)
+# Strings, of which the last may be cut, and words with the colon that makes one a key; in a literal.
+_STRINGS = r"""{}"(?P<double>(?:\\.|[^"\\])*)(?:"|$)|'(?P<single>(?:\\.|[^'\\])*)(?:'|$)|"""
+_LITERALS = _STRINGS + r"""(?P<word>[^\s{{}}\[\],:"']+)(?P<key>\s*:)?"""
+# What Python calls otherwise than JSON.
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 

@@ -46,9 +46,16 @@ TEMPLATES = {
     "hermes": MESSAGES + "<a><think>\n{# </think> <tool_call> #}",
     "mistral": MESSAGES + "<a>[THINK]{# [/THINK] [TOOL_CALLS] #}",
     "llama3": MESSAGES + '<a><think>{# </think> <|start_header_id|> "parameters" #}',
+    "qwen3_coder": MESSAGES + "<a><think>\n{# </think> <tool_call> <function= <parameter= #}",
+    # The adapter's own formats.
+    "own": MESSAGES + "<a>(hm ",
     # Opens no block; the model may.
     "optional": MESSAGES
     + "<a>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{# <think> </think> <tool_call> #}",
+}
+OWN_FORMATS = {
+    "tool_calls": {"opens": ["{{"], "closes": "}}", "call": ["call ", " with ", ""]},
+    "reasoning": {"opens": "(hm ", "closes": "</think>"},
 }
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -76,6 +83,8 @@ class Found:
 
 def check(found: Found, kind: str) -> None:
     assert "think" not in found.text.lower()
+    if kind == "either":
+        kind = "tools" if found.arguments else "json_schema"
     if kind == "tools":
         assert found.text == ""
         for arguments in found.arguments:
@@ -116,13 +125,14 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def write_adapter(directory: Path, template: str) -> Path:
+def write_adapter(directory: Path, template: str, chat: Any) -> Path:
     """Write an adapter with a template of its own."""
     import torch
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"],
+              "loraplex_chat": chat}  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text(template)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -148,7 +158,10 @@ async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cli
 
     directory = tmp_path_factory.mktemp("reasoning")
     model = write_model(directory / "model")
-    adapters = {name: write_adapter(directory / "adapters" / name, source) for name, source in TEMPLATES.items()}
+    adapters = {
+        name: write_adapter(directory / "adapters" / name, source, OWN_FORMATS if name == "own" else {})
+        for name, source in TEMPLATES.items()
+    }
     protocol = ("--engine-protocol", "sglang", "--engine-tenant", TENANT, "--engine-adapter", "hermes")
     router_flags = protocol if is_installed("smg_grpc_proto") else ()
     flags = ("--dtype", "float32", "--threads", "1", "--rows", "32", "--kv-blocks", "2048")
@@ -179,6 +192,7 @@ OWN: dict[str, dict[str, Any]] = {
     "choices": {"choices": ["yes", "no"]},
     "grammar": {"grammar": LARK},
     "tools": {"tools": [TOOL], "tool_choice": "required"},
+    "either": {"tools": [TOOL], "json_schema": json.dumps(SCHEMA)},
 }
 FUNCTION: dict[str, Any] = {"type": "function", "function": TOOL}
 CHAT: dict[str, dict[str, Any]] = {
@@ -188,15 +202,27 @@ CHAT: dict[str, dict[str, Any]] = {
     "choices": {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}},
     "grammar": {"extra_body": {"structured_outputs": {"grammar": LARK}}},
     "tools": {"tools": [FUNCTION], "tool_choice": "required"},
+    "either": {
+        "tools": [FUNCTION],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+    },
 }
 MESSAGE: dict[str, dict[str, Any]] = {
     "json_schema": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
     "tools": {"tools": [{"name": "look", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+    "either": {
+        "tools": [{"name": "look", "input_schema": SCHEMA}],
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    },
 }
 RESPONSE: dict[str, dict[str, Any]] = {
     "json_schema": {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
     "json_object": {"text": {"format": {"type": "json_object"}}},
     "tools": {"tools": [{"type": "function", "strict": True, **TOOL}], "tool_choice": "required"},
+    "either": {
+        "tools": [{"type": "function", "strict": True, **TOOL}],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+    },
 }
 SAID: Any = [{"role": "user", "content": "Go"}]
 
@@ -271,7 +297,15 @@ PROTOCOLS: dict[str, tuple[Ask, dict[str, dict[str, Any]]]] = {
 
 
 # Pairs of `make test`: every template and every protocol.
-OFTEN = {("hermes", "own"), ("optional", "own"), ("mistral", "chat"), ("llama3", "messages"), ("hermes", "responses")}
+OFTEN = {
+    ("hermes", "own"),
+    ("optional", "own"),
+    ("qwen3_coder", "own"),
+    ("own", "chat"),
+    ("mistral", "chat"),
+    ("llama3", "messages"),
+    ("hermes", "responses"),
+}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from loraplex.router.text.chat import ChatTemplate
 from loraplex.router.text.file_tokenizer import FileTokenizer
 from loraplex.router.text.tokenizer import HashTokenizer
 from loraplex.runtime.rpc.errors import InvalidField
+from loraplex.tool_calls.values import json_of
 from tests.router.generation.test_chat_reader import Told, read, told
 from tests.router.small_tokenizers import id_of, tokenizer_of
 
@@ -271,6 +272,16 @@ def test_reasoning_and_the_marks_around_an_answer_are_not_shown(family: str) -> 
         assert (found.text.strip(), found.reasoning.strip()) == ("It rains.", "Hm.")
 
 
+def test_values_of_many_quotes_and_brackets_are_read_once() -> None:
+    """Nothing is read from each quote again, and nesting that no parser takes is a string."""
+    form = form_of("pythonic", asked())
+    for value in ('"' + '\\"' * 20_000, "'" * 20_001 + '"' * 20_001, "[" * 20_000):  # nothing ends them
+        assert read(form, [f"[weather(city={value})]"]).calls == [("weather", '{"city": ')]
+        assert json.loads(json_of(value)) == value
+    deep = '{"a": ' * 20_000 + "1" + "}" * 20_000
+    assert read(form, [f"[weather(city={deep})]"]).calls == [("weather", json.dumps({"city": deep}))]
+
+
 OWN = {"opens": ["<<call "], "closes": ">>", "call": ["", " ", ""], "arguments": "json"}
 
 
@@ -287,6 +298,9 @@ def test_an_adapter_brings_a_format_of_its_own() -> None:
     assert takes(grammar, '<<call weather {"city": "Bern"}>>')
     assert not takes(grammar, '<<call weather {"town": "Bern"}>>')
     assert settings == parse_chat_settings({"tool_calls": OWN, "reasoning": {"opens": "(hm ", "closes": " hm)"}})
+    slashed = parse_chat_settings({"tool_calls": {**OWN, "opens": ["/call\n/"], "closes": "/\n/"}})
+    grammar = call_grammar(asked(), template.with_settings(slashed), HashTokenizer(), ()).text
+    assert takes(grammar, '(hm / hm)So: /call\n/weather {"city": "Bern"}/\n/')
     assert template.with_settings(ChatSettings(template="x")).call_format(asked()) is None
 
 

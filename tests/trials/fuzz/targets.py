@@ -93,7 +93,19 @@ _CONFIG = {
     "target_modules": ["q_proj", "v_proj"],
     "rank_pattern": {"layers.0.self_attn.q_proj": 4, r".*\.1\..*v_proj": 2},
     "alpha_pattern": {"^model.layers.0.mlp": 8},
-    "loraplex_chat": {"template": "{{ messages }}", "tool_calls": "hermes"},
+    "loraplex_chat": {
+        "template": "{{ messages }}",
+        "tool_calls": {
+            "opens": ["<a>", "^"],
+            "closes": "</a>",
+            "call": ["", "(", ")"],
+            "arguments": "literal",
+            "argument": ["", "=", "", ", "],
+            "calls": ["[", ", ", "]"],
+            "shared": True,
+        },
+        "reasoning": {"opens": "<t>", "closes": "</t>", "hides": ["<x>"]},
+    },
     "loraplex_certificate_prompts": ["a", {"messages": [{"role": "user", "content": "b"}]}],
 }
 _SCHEMA = {

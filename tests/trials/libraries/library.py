@@ -91,9 +91,9 @@ LIBRARIES = (
     Library("openai-agents", ("openai-agents==0.24.0",), "use_openai_agents.py"),
     Library("langchain", ("langchain-openai==1.7.4",), "use_langchain.py"),
     Library("instructor", ("instructor==1.17.0",), "use_instructor.py"),
-    Library("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "use_pydantic_ai.py"),
+    Library("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "use_pydantic_ai.py", (*CHAT, "both")),
     Library("llama-index", ("llama-index-llms-openai-like==0.8.1", "llama-index-core==0.14.25"), "use_llama_index.py"),
-    Library("dspy", ("dspy==3.4.1",), "use_dspy.py"),
+    Library("dspy", ("dspy==3.4.1",), "use_dspy.py", (*CHAT, "both")),
     # The version of `make evaluate`, which compares the figures with its own.
     Library("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), "use_guidellm.py", ("completions", "chat")),
     # Keep the version equal to that of `make evaluate`. Torch is missing: only models that it runs itself need it.

@@ -50,6 +50,15 @@ class Call(dspy.Signature):  # type: ignore[misc]
     calls: dspy.ToolCalls = dspy.OutputField()
 
 
+class Either(dspy.Signature):  # type: ignore[misc]
+    """Forecast the weather."""
+
+    question: str = dspy.InputField()
+    tools: list[dspy.Tool] = dspy.InputField()
+    weather: Weather = dspy.OutputField()
+    calls: dspy.ToolCalls = dspy.OutputField()
+
+
 def stream() -> None:
     """Join a stream's chunks to the whole answer."""
     program = dspy.streamify(dspy.Predict(Ask), async_streaming=False)
@@ -88,10 +97,24 @@ def schema() -> None:
         check_weather(dspy.Predict(Ask)(question=QUESTION).weather.model_dump())
 
 
+def both() -> None:
+    """Get calls or fields of a signature: the JSONAdapter sends tools and a schema in one request."""
+    tool = dspy.Tool(lambda city, days: RESULT, name=TOOL, desc="Forecast of a city", args=SCHEMA["properties"])
+    with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
+        for seed in range(5):
+            config = {"temperature": 1.0, "seed": seed}
+            found = dspy.Predict(Either)(question=QUESTION, tools=[tool], config=config)
+            assert {"tools", "response_format"} <= lm.history[-1]["kwargs"].keys()
+            calls = found.calls.tool_calls if found.calls else []
+            assert {call.name for call in calls} <= {TOOL}, calls
+            if not calls:
+                check_weather(found.weather.model_dump())
+
+
 def overflow() -> None:
     """Get the library's own error for a prompt that is too long."""
     check_refused(lambda: lm(TOO_LONG), dspy.ContextWindowExceededError)
 
 
 if __name__ == "__main__":
-    run(stream, tools, schema, overflow)
+    run(stream, tools, schema, both, overflow)

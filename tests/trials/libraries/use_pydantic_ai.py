@@ -24,6 +24,8 @@ from tests.trials.libraries.scenarios import (
 from tests.trials.libraries.weather import Weather
 
 model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key=KEY))
+# Maximum number of answers of which one should call a tool.
+SEEDS = 5
 SETTINGS = ModelSettings(temperature=0, max_tokens=100)
 
 
@@ -63,10 +65,31 @@ def schema() -> None:
         check_weather(answer.output.model_dump())
 
 
+def both() -> None:
+    """Let the model call a tool or answer in a schema, which go into one request; run the tool, and get the answer."""
+    ran: list[str] = []
+
+    def weather(asked: Weather) -> str:
+        """Forecast of a city."""
+        check_weather(asked.model_dump())
+        ran.append(RESULT)
+        return RESULT
+
+    asked: list[bool] = []
+    for seed in range(SEEDS):
+        settings = ModelSettings(temperature=1.0, seed=seed, max_tokens=200)
+        agent = Agent(model, tools=[weather], output_type=NativeOutput(Weather), model_settings=settings)
+        check_weather(agent.run_sync(QUESTION).output.model_dump())
+        asked.append(bool(ran))
+        if len(set(asked)) == 2:  # it has answered at once, and it has called the tool
+            return
+    assert asked[0] is False, "each answer calls the tool"
+
+
 def overflow() -> None:
     """Get the library's own error for a prompt that is too long."""
     check_refused(lambda: Agent(model).run_sync(TOO_LONG), ModelContextWindowExceededError)
 
 
 if __name__ == "__main__":
-    run(stream, tools, schema, overflow)
+    run(stream, tools, schema, both, overflow)

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from loraplex.contracts.artifacts.chat_formats import MARK, CallFormat, ReasoningFormat
-from loraplex.contracts.grammars.build import HEADER, behind_reasoning
+from loraplex.contracts.grammars.build import HEADER, behind_reasoning, escaped
 from loraplex.router.generation.chat_reader import TOOL_CALLS, ChatFormat
 from loraplex.router.request import Chat, ToolMode
 from loraplex.router.text.chat import ChatTemplate
@@ -61,8 +61,7 @@ class CallSyntax:
 
     def text_without(self, mark: str) -> str:
         """Return a terminal for any text; for one without the mark's letters where the mark is a token."""
-        letters = re.escape(mark).replace("/", r"\/")
-        return rf"{ANY_TEXT} & ~/(.|\n)*{letters}(.|\n)*/" if self.is_token(mark) else ANY_TEXT
+        return rf"{ANY_TEXT} & ~/(.|\n)*{escaped(mark)}(.|\n)*/" if self.is_token(mark) else ANY_TEXT
 
     def hidden(self) -> list[str]:
         """Return the items of what may stand in a text and is not shown: marks that are tokens, and reasoning."""

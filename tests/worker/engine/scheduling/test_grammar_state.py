@@ -23,7 +23,7 @@ from loraplex.contracts.grammars.matching import Vocabulary, compile_grammar, ha
 from loraplex.contracts.options import StoppingParams
 from loraplex.worker.engine.scheduling.grammars import GrammarState
 from tests.drawn_schemas import byte_tokenizer, draw_schema
-from tests.hash_formats import GRAMMARS
+from tests.hash_formats import ASCII_CALLS, GRAMMARS, or_calls
 
 END_LESS = hash_vocabulary(parse_hash_model("hash:?vocab=600"))
 ENDING = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9"))
@@ -44,6 +44,7 @@ def test_the_mask_after_a_replay_is_the_mask_before_the_crash(seed: int) -> None
     """With every kind of format and vocabulary; the replay is of a copy, as a cached grammar's is."""
     chance = Random(seed)
     grammars = [*filter(None, GRAMMARS.values()), json_grammar(json.dumps(draw_schema(chance)))]
+    grammars.append(or_calls(chance.choice(grammars), chance.choice(ASCII_CALLS)))
     grammars += [behind_reasoning(THOUGHT, grammar) for grammar in grammars]
     vocabulary = chance.choice([END_LESS, ENDING, BYTES])
     stopping = StoppingParams(ignore_eos=chance.random() < 0.5)
