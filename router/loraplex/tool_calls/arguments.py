@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from loraplex.contracts.artifacts.chat_formats import MARK, CallFormat
 from loraplex.contracts.grammars import GrammarError
 from loraplex.contracts.grammars.build import escaped, in_slashes
 from loraplex.router.generation.chat_format import ANY_TEXT, CallSyntax
-from loraplex.tool_calls.values import kinds_of
+from loraplex.tool_calls.values import JSON_TYPES, kinds_of, referred
 
 # Keywords of an object's schema that these rules enforce, and those that need no enforcement.
 _ENFORCED = frozenset(("type", "properties", "required", "$defs", "definitions", "x-guidance", "additionalProperties"))
@@ -23,8 +23,8 @@ _NO_EFFECT = frozenset(("$schema", "$id", "$anchor"))
 _SHARED = ("$defs", "definitions", "x-guidance")
 # Keywords of a string's schema that its rule enforces.
 _OF_STRINGS = _NO_EFFECT | {"type", "minLength", "maxLength", "pattern", "enum", "const"}
-# Keywords of a schema that says no more than a value's types.
-_NULLABLE = _NO_EFFECT | {"type", "anyOf", "oneOf"}
+# Maximum number of references and alternatives that lead to a type.
+_DEEPEST = 8
 _NOTHING = '""'
 _ANY_KEY = "/[A-Za-z0-9_.-]{1,64}/"
 
@@ -58,7 +58,7 @@ class _Rules:
         properties = self._schema.get("properties", {})
         required = self._schema.get("required", ())
         if not properties and self._schema.get("additionalProperties", True) is not False:
-            return self._any_arguments()
+            return self._any_arguments(self._schema.get("additionalProperties"))
         items = [
             (self._item(index, key, part), key in required) for index, (key, part) in enumerate(properties.items())
         ]
@@ -86,12 +86,12 @@ class _Rules:
     def _next(self, kind: str, at: int, end: bool) -> str:
         return _NOTHING if end else f"{self._name}_{kind}_{at}"
 
-    def _any_arguments(self) -> str:
-        """Return the rules of arguments with any keys and values."""
+    def _any_arguments(self, values: Any) -> str:
+        """Return the rules of arguments with any keys, and values of a schema."""
         before, between, _, comma = (self._syntax.mark(text) for text in self._form.argument)
         item = f"{before} {_ANY_KEY} {between} {self._name}_value"
         more = f"({item} ({comma} {item})*)?" if comma else f"({item})*"
-        self._value({}, f"{self._name}_value", "")
+        self._value(values, f"{self._name}_value", ".additionalProperties")
         return "\n".join((f"{self._name}: {more}", *self._lines, ""))
 
     def _item(self, index: int, key: str, part: Any) -> str:
@@ -103,22 +103,67 @@ class _Rules:
         return rule
 
     def _value(self, part: Any, rule: str, at: str) -> None:
-        """Add the rules of a value, with the text behind it."""
-        kinds = frozenset(kinds_of(part, self._schema)) if isinstance(part, dict) else frozenset[str]()
-        if self._form.arguments == "text":
-            behind = self._form.argument[2]
-            if kinds and "string" not in kinds:
-                self._lines.append(f"{rule}: {rule}_json {self._syntax.mark(behind)}")
-                self._add_json(f"{rule}_json", part, at)
-            else:
-                self._add_text(rule, behind, part if kinds == {"string"} else {}, at)
-        elif self._form.quote:
-            self._add_quoted(rule, part, kinds, at)
+        """Add the rules of a value, with the text behind it: one for each of its types."""
+        part = part if isinstance(part, dict) else {}
+        if self._form.arguments == "literal" and not self._form.quote:
+            self._add_literal(rule, part, at)
+            return
+        options = list(self._options(part))
+        self._lines.append(f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(options)))}")
+        for number, option in enumerate(options):
+            self._add_option(f"{rule}_{number}", option, at)
+
+    def _options(self, part: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+        """Yield schemas of one type each, of which a value satisfies one."""
+        options = part.get("anyOf", part.get("oneOf"))
+        kinds = part.get("type")
+        if depth < _DEEPEST and isinstance(target := referred(part.get("$ref", ""), self._schema), dict):
+            yield from self._options(target, depth + 1)
+        elif depth < _DEEPEST and options and not part.keys() - _NO_EFFECT - {"anyOf", "oneOf"}:
+            for option in options:
+                yield from self._options(option if isinstance(option, dict) else {}, depth + 1)
+        elif isinstance(kinds, list) or "enum" in part or "const" in part:
+            names = (
+                kinds
+                if isinstance(kinds, list)
+                else [kinds]
+                if kinds
+                else [*dict.fromkeys(JSON_TYPES.values()), "null"]
+            )
+            for name in names:
+                if values := _of_type(part, name):
+                    yield {**part, "type": name, **values}
         else:
-            words = [word for kind, word in (("boolean", '"True" | "False"'), ("null", '"None"')) if kind in kinds]
-            single = [r"/'([^'\\\n]|\\.)*'/"] if part == {"type": "string"} else []
-            self._lines.append(f"{rule}: {' | '.join((f'{rule}_json', *words, *single))}")
+            yield part
+
+    def _add_option(self, rule: str, part: Mapping[str, Any], at: str) -> None:
+        """Add the rules of a value of one type, or of any where the schema has none, between texts or quotes."""
+        kind, quote = part.get("type", "string"), self._form.quote
+        if kind != "string" and not (quote and kind in ("object", "array")):
+            self._lines.append(f"{rule}: {rule}_json {'' if quote else self._syntax.mark(self._form.argument[2])}")
             self._add_json(f"{rule}_json", part, at)
+        elif not quote:
+            self._add_text(rule, self._form.argument[2], part, at)
+        elif part.get("type") == "string":
+            self._lines.append(f"{rule}: {self._syntax.mark(quote)} {rule}_text")
+            self._add_text(f"{rule}_text", quote, part, at)
+        else:
+            if part:
+                self._leave_out("type", at)
+            string, scalar = f"{rule}_string", '{"type": ["number", "boolean", "null"]}'
+            self._lines.append(f"{rule}: {string} | %json {scalar} | {rule}_list | {rule}_object")
+            self._lines.append(f'{rule}_list: "[" ({rule} ("," {rule})*)? "]"')
+            self._lines.append(f'{rule}_object: "{{" ({_ANY_KEY} ":" {rule} ("," {_ANY_KEY} ":" {rule})*)? "}}"')
+            self._add_option(string, {"type": "string"}, "")
+
+    def _add_literal(self, rule: str, part: Mapping[str, Any], at: str) -> None:
+        """Add the rules of a literal: JSON, with Python's words and quotes where a value may be of such a type."""
+        kinds = frozenset(kinds_of(part, self._schema))
+        words = [word for kind, word in (("boolean", '"True" | "False"'), ("null", '"None"')) if kind in kinds]
+        single = [r"/'([^'\\\n]|\\.)*'/"] if part == {"type": "string"} else []
+        plain = not {"enum", "const"} & part.keys()
+        self._lines.append(f"{rule}: {' | '.join((f'{rule}_json', *(words if plain else ()), *single))}")
+        self._add_json(f"{rule}_json", part, at)
 
     def _add_json(self, rule: str, part: Any, at: str) -> None:
         shared = {name: self._schema[name] for name in _SHARED if name in self._schema}
@@ -134,7 +179,7 @@ class _Rules:
         found = MARK.search(behind)
         at_token = found.start() if found and found[0] in self._syntax.token_ids else len(behind)
         inner, mark = json.dumps(behind[:at_token]), self._syntax.mark(behind[at_token:])
-        values = [part["const"]] if "const" in part else part.get("enum")
+        values = part.get("enum")
         if values is not None:
             words = [value for value in values if isinstance(value, str) and behind.strip() not in value]
             self._lines.append(f"{rule}: ({' | '.join(map(json.dumps, words))}) {inner} {mark}")
@@ -154,34 +199,24 @@ class _Rules:
         terminal = rule.upper()
         self._lines.append(f"{rule}: {terminal} {mark}\n{terminal}: ({text}) {inner}")
 
-    def _add_quoted(self, rule: str, part: Any, kinds: frozenset[str], at: str) -> None:
-        """Add the rules of a literal whose strings stand between marks."""
-        quote = self._form.quote
-        if kinds == {"string"}:
-            self._lines.append(f"{rule}: {self._syntax.mark(quote)} {rule}_text")
-            self._add_text(f"{rule}_text", quote, part, at)
-        elif kinds and not kinds & {"string", "object", "array"}:
-            self._add_json(rule, part, at)
-        elif kinds and not kinds & {"object", "array"} and not part.keys() - _NULLABLE:
-            self._lines.append(f"{rule}: {rule}_string | {rule}_json")
-            self._add_json(f"{rule}_json", {"type": sorted(kinds - {"string"})}, at)
-            self._add_quoted(f"{rule}_string", {}, frozenset({"string"}), at)
-        else:
-            if at:
-                self._leave_out("type", at)
-            string, scalar = f"{rule}_string", '{"type": ["number", "boolean", "null"]}'
-            self._lines.append(f"{rule}: {string} | %json {scalar} | {rule}_list | {rule}_object")
-            self._lines.append(f'{rule}_list: "[" ({rule} ("," {rule})*)? "]"')
-            self._lines.append(f'{rule}_object: "{{" ({_ANY_KEY} ":" {rule} ("," {_ANY_KEY} ":" {rule})*)? "}}"')
-            self._lines.append(f"{string}: {self._syntax.mark(quote)} {string}_text")
-            self._add_text(f"{string}_text", quote, {}, "")
-
     def _leave_out(self, keyword: str, at: str = "") -> None:
         """Note a part that is not enforced. Raises GrammarError where all must be."""
         place = f"{self._path}{at}.{keyword}"
         if self._left_out is None:
             raise GrammarError(place, "is not enforced where the model's format writes no JSON object")
         self._left_out.append(place)
+
+
+def _of_type(part: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
+    """Return the values of a type that a schema lists, nothing more where it lists none; None: it lists no such one."""
+    if "enum" not in part and "const" not in part:
+        return {"type": kind}
+    values = [part["const"]] if "const" in part else part["enum"]
+    fitting = [value for value in values if JSON_TYPES.get(type(value), "null") in (kind, _NARROWER.get(kind))]
+    return {"enum": fitting} if fitting else None
+
+
+_NARROWER = {"number": "integer"}
 
 
 def _references(part: Any) -> list[str]:

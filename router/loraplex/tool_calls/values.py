@@ -80,7 +80,7 @@ def kinds_of(part: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[str
         if part.get("nullable") is True:
             yield "null"
     elif isinstance(part.get("$ref"), str):
-        yield from kinds_of(_referred(part["$ref"], root), root, depth + 1)
+        yield from kinds_of(referred(part["$ref"], root), root, depth + 1)
     elif "const" in part or isinstance(part.get("enum"), list):
         values = [part["const"]] if "const" in part else part["enum"]
         yield from (JSON_TYPES.get(type(value), "null") for value in values)
@@ -93,7 +93,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the definition that a reference names, if it is one of the schema's own."""
     _, _, path = reference.partition("#/")
     kind, _, name = path.partition("/")

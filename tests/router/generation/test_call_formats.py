@@ -166,7 +166,7 @@ def test_a_stream_that_is_resumed_anywhere_tells_the_rest(family: str) -> None:
 
     whole = deltas(0, None)
     assert parsed(told(whole)) == CALLED
-    for at in range(1, len(whole), 7):
+    for at in range(1, len(whole), 29):
         received = sum(len(delta.token_ids) for delta in whole[:at])
         for text_bytes in (None, len(told(whole[:at]).text.encode())):
             assert told(whole[:at] + deltas(received, text_bytes)) == told(whole)
@@ -270,6 +270,72 @@ def test_reasoning_and_the_marks_around_an_answer_are_not_shown(family: str) -> 
     for pieces in ([text], list(text)):
         found = read(form, pieces)
         assert (found.text.strip(), found.reasoning.strip()) == ("It rains.", "Hm.")
+
+
+# Schemas of one value, with values that they allow and such that they do not.
+VALUES: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "an enum by reference": ({"$ref": "#/$defs/unit"}, ["C", "F"], ["K", None, 1]),
+    "an enum or null": ({"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, ["C", None], ["K", 1]),
+    "a list of types": ({"type": ["integer", "null"]}, [1, None], ["K", 1.5]),
+    "values of several types": ({"enum": ["C", 1, None, False]}, ["C", 1, None, False], ["K", 2, True]),
+    "a bounded number": ({"type": "integer", "maximum": 5}, [5], [6]),
+    "an object": ({"$ref": "#/$defs/place"}, [{"zip": "8(0"}], [{"zap": "1"}, "x"]),
+    "a list": ({"type": "array", "items": {"type": "integer"}}, [[1, 2]], [["a"], 1]),
+}
+WRITTEN = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "olmo3": "<function_calls>f(a={})</function_calls>",
+    "gemma4": "<|tool_call>call:f{{a:{}}}<tool_call|>",
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("name", VALUES)
+def test_values_keep_to_their_schema_and_are_read_with_their_type(name: str, family: str) -> None:
+    part, allowed, refused = VALUES[name]
+    definitions = {
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "place": {"type": "object", "properties": {"zip": {"type": "string"}}, "additionalProperties": False},
+    }
+    schema = {"type": "object", "properties": {"a": part}, "required": ["a"], "$defs": definitions}
+    chat = Chat(asked().messages, (Tool("f", "", json.dumps(schema)),), ToolMode.REQUIRED)
+    template = ChatTemplate(source_of(family))
+    found = call_grammar(chat, template, HashTokenizer(), ())
+    form = chat_format(chat, template, HashTokenizer(), (), "r")
+    assert form is not None
+    # Objects and lists in Gemma's notation are enforced in their form alone.
+    loose = family == "gemma4" and name in ("an object", "a list")
+    assert bool(found.not_enforced) is loose
+
+    def written(value: Any) -> str:
+        if isinstance(value, str):
+            text = {"qwen3_coder": value, "olmo3": json.dumps(value), "gemma4": f'<|"|>{value}<|"|>'}[family]
+        elif family == "gemma4" and isinstance(value, dict):
+            text = "{" + ",".join(f'{key}:<|"|>{one}<|"|>' for key, one in value.items()) + "}"
+        else:
+            text = json.dumps(value, separators=(",", ":") if family == "gemma4" else None)
+        return WRITTEN[family].format(text)
+
+    for value in allowed:
+        assert takes(found.text, written(value)), value
+        assert parsed(read(form, [written(value)])) == [("f", {"a": value})]
+    for value in refused if not loose else ():
+        assert not takes(found.text, written(value)), value
+
+
+def test_a_recipient_stands_beside_the_role_too() -> None:
+    form = form_of("harmony", asked())
+    call = 'to=functions.weather<|channel|>commentary json<|message|>{"city": "Bern"}'
+    said = "<|channel|>commentary<|message|>Let me look.<|end|>"
+    for before, text in (
+        ("", ""),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", ""),
+        (said, "Let me look."),
+    ):
+        answer = f"{before}{'<|start|>assistant' if text else ''} {call}"
+        for pieces in ([answer], list(answer)):
+            found = read(form, pieces)
+            assert (found.text, found.calls) == (text, [("weather", '{"city": "Bern"}')])
 
 
 def test_values_of_many_quotes_and_brackets_are_read_once() -> None:
