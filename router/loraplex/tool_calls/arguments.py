@@ -123,14 +123,8 @@ class _Rules:
             for option in options:
                 yield from self._options(option if isinstance(option, dict) else {}, depth + 1)
         elif isinstance(kinds, list) or "enum" in part or "const" in part:
-            names = (
-                kinds
-                if isinstance(kinds, list)
-                else [kinds]
-                if kinds
-                else [*dict.fromkeys(JSON_TYPES.values()), "null"]
-            )
-            for name in names:
+            listed = [kinds] if isinstance(kinds, str) else kinds or [*JSON_TYPES.values(), "null"]
+            for name in listed:
                 if values := _of_type(part, name):
                     yield {**part, "type": name, **values}
         else:
