@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from bench import processor
 from bench.mkldnn import PackedWeight, packing_works
 
 # Features of the measured layer: the MLP of qwen2-0.4b.
@@ -100,6 +99,9 @@ class CeilingMeter:
 
 def arithmetic_per_s(dtype: str) -> float:
     """Measure the bare loop for products of a dtype, or, where the processor has none, that of float32."""
+    # Compiled with numba, which a machine with a GPU may not have.
+    from bench import processor
+
     return processor.operations_per_s(dtype) or processor.operations_per_s("float32")
 
 

@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
 from loraplex.contracts.artifacts.added_tokens import (
@@ -30,9 +30,11 @@ from loraplex.contracts.artifacts.added_tokens import (
     parse_added_tokens,
     parse_end_tokens,
 )
-from loraplex.contracts.artifacts.chat_formats import CALLS, NO_CALLS, CallFormat, ReasoningFormat, parse_format
 from loraplex.contracts.artifacts.families import HEAD, is_inner
 from loraplex.contracts.artifacts.fitness import PROMPTS_FIELD, parse_prompts
+
+if TYPE_CHECKING:
+    from loraplex.contracts.artifacts.chat_formats import CallFormat, ReasoningFormat
 
 # Maximum number of patterns, of those among them that are more than a name, and of a pattern's characters.
 _MAX_PATTERNS = 4096
@@ -233,6 +235,9 @@ def parse_chat_settings(value: Any) -> ChatSettings:
         return ChatSettings()
     if not isinstance(value, dict):
         raise ArtifactError(CHAT_FIELD, "is not a JSON object")
+    # Read with msgspec, without which an engine by itself starts.
+    from loraplex.contracts.artifacts.chat_formats import CALLS, NO_CALLS, CallFormat, ReasoningFormat, parse_format
+
     names = [field.name for field in fields(ChatSettings)]
     own = dict(value)
     for key, text in value.items():

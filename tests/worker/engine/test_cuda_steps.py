@@ -104,13 +104,13 @@ def test_no_kernel_is_compiled_once_the_engine_serves(
         str(directory), "cuda", rows=ROWS, block_size=4, kv_blocks=120, step_tokens=16, adapter_slots=2, max_rank=16,
         dtype=dtype, **more,
     )  # fmt: skip
-    chance, count = random.Random(3), int(os.environ.get("REQUESTS", "25"))
+    chance, count = random.Random(3), int(os.environ.get("REQUESTS", "12"))
     grammars = [choices_grammar(["yes, it is", "no"]), regex_grammar("[a-c]+")]
     with fake_engine(config) as (engine, device):
         ready = set(device.compiled)
         steps = run_requests(engine, draw_requests(count, chance, ADAPTERS, grammars, longest=90), chance)
         print(f"{count} requests, {steps} steps, {len(device.compiled) - len(ready)} compilations")
-        assert steps >= 50
+        assert steps >= 2 * count
         assert set(device.compiled) - ready == set()
         launched = {one.kernel.__name__ for one in device.kernels}
         decodes = "attend_chunks" if more.get("batch_invariant") else "attend_splits"

@@ -99,7 +99,7 @@ def case(oracle: PeftOracle, chosen: Any, buffers: bool, **settings: Any) -> Cas
 def drawn(names: list[str | None]) -> list[tuple[str | None, list[int]]]:
     """Pair adapters' names with prompts."""
     chance = random.Random(2)
-    prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 11, 5, 7, 1, 20)]
+    prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 7, 3, 5, 1, 17)]
     return list(zip(names, prompts, strict=False))
 
 
