@@ -15,8 +15,6 @@ from bench.fairness_simulation import FairnessRun, FairnessSetup, FairnessSimula
 from bench.report import Aim, Report, progress
 from loraplex.contracts.broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
-# Columns of the page.
-_PAGE = ("run", "tenant", "ttft p50 s", "ttft p99 s", "service difference")
 AIMS = {
     "service_difference_over_bound": Aim(at_most=1),
     "fair_over_fcfs": Aim(at_least=0.97),
@@ -65,7 +63,7 @@ def measure(setup: FairnessSetup, quick: bool) -> Report:
         quick=quick,
         setup=asdict(setup),
         rows=rows,
-        page_rows=[{key: row[key] for key in _PAGE} for row in rows if row["tenant"] not in ("loud", "long")],
+        page_rows=[],
         ratios={
             "service_difference_over_bound": fair_run.difference / bound,
             "fair_over_fcfs": fair_run.tokens_per_s / fcfs.tokens_per_s,

@@ -137,24 +137,14 @@ def _few(value: Any) -> Iterator[Any]:
 def page(tallies: Mapping[str, Tally]) -> str:
     """Return the page of docs/."""
     counts = {name: (t.enforced, t.refused, len(t.left_out), len(t.wrong)) for name, t in tallies.items()}
-    enforced = [name for name, count in counts.items() if not any(count[1:])]
-    refused = [name for name, count in counts.items() if not any((count[0], *count[2:]))]
-    lists = [
-        _wrapped(f"{title}: `{'`, `'.join(names)}`.")
-        for title, names in (("Enforced in full", enforced), ("Refused in full", refused))
-        if names
-    ]
-    others = [
+    # Others are enforced or refused as a whole, as the guide says.
+    in_part = [
         f"`{name}` {'/'.join(map(str, count[:3]))}"
         for name, count in counts.items()
-        if name not in enforced and name not in refused
+        if any(count[1:]) and any((count[0], *count[2:]))
     ]
-    in_part = _wrapped(f"Cases enforced/refused/left out of the other files: {', '.join(others)}.")
-    return _PAGE + "\n\n".join([_total(tallies), *lists, in_part]) + "\n"
-
-
-def _wrapped(text: str) -> str:
-    return fill(text, 120, break_on_hyphens=False, break_long_words=False)
+    text = f"Of files with both, cases enforced/refused/left out: {', '.join(in_part)}."
+    return f"{_PAGE}{_total(tallies)}\n\n{fill(text, 120, break_on_hyphens=False, break_long_words=False)}\n"
 
 
 def _total(tallies: Mapping[str, Tally]) -> str:
