@@ -46,13 +46,13 @@ def test_a_resume_key_that_is_too_short_is_refused_and_not_shown() -> None:
 
 
 def test_only_an_engine_protocol_that_is_known_and_installed_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="--engine-protocol vllm: only sglang is known"):
-        Settings(store="s", redis_url="r", engine_protocol="vllm")
+    with pytest.raises(ValueError, match="--engine-protocol trtllm: only sglang, vllm are known"):
+        Settings(store="s", redis_url="r", engine_protocol="sglang,trtllm")
     with pytest.raises(ValueError, match="--engine-tenant 'A B': not a tenant's name"):
         Settings(store="s", redis_url="r", engine_tenant="A B")
     monkeypatch.setattr("loraplex.runtime.rpc.settings.find_spec", lambda module: None)
-    with pytest.raises(ValueError, match="--engine-protocol sglang: needs the package smg-grpc-proto"):
-        Settings(store="s", redis_url="r", engine_protocol="sglang")
+    with pytest.raises(ValueError, match="--engine-protocol sglang,vllm: needs the package smg-grpc-proto"):
+        Settings(store="s", redis_url="r", engine_protocol="sglang,vllm")
 
 
 def test_the_use_of_generation_configs_is_auto_or_none() -> None:

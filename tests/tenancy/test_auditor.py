@@ -25,7 +25,7 @@ from loraplex.runtime.tenancy.auditor import (
     _values,
 )
 from loraplex.runtime.tenancy.guard import open_guard
-from loraplex.runtime.tenancy.permissions import PERMISSIONS, SGLANG_SERVICE
+from loraplex.runtime.tenancy.permissions import ENGINE_SERVICES, PERMISSIONS
 
 Records = list[dict[str, Any]]
 
@@ -92,7 +92,8 @@ async def channel(records: Records) -> AsyncIterator[grpc.aio.Channel]:
 def test_every_method_that_may_change_something_is_audited() -> None:
     """But for one that keeps nothing, and those that are not served."""
     changing = {method for method, row in PERMISSIONS.items() if row.scope.endswith(".write") and row.audited is None}
-    not_served = {f"/{SGLANG_SERVICE}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile")}
+    refused = ("FlushCache", "StartProfile", "StopProfile")
+    not_served = {f"/{service}/{method}" for service in ENGINE_SERVICES for method in refused}
     assert changing == {"/loraplex.adapters.v1.AdapterService/ValidateAdapter", *not_served}
 
 

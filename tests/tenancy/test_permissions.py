@@ -16,7 +16,14 @@ from loraplex.runtime.rpc.principal import TENANT_ROLES, Role
 from loraplex.runtime.rpc.server import Server
 from loraplex.runtime.rpc.settings import is_installed
 from loraplex.runtime.tenancy.guard import Guard, UndeclaredMethodError
-from loraplex.runtime.tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Permission, Port
+from loraplex.runtime.tenancy.permissions import (
+    PERMISSIONS,
+    REFLECTION_SERVICE,
+    SGLANG_SERVICE,
+    VLLM_SERVICE,
+    Permission,
+    Port,
+)
 from tests.tenancy.permissions_page import page
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 # Services of packages that need not be installed, and the modules with their descriptors.
 OPTIONAL = {
     SGLANG_SERVICE: "smg_grpc_proto.generated.sglang_scheduler_pb2",
+    VLLM_SERVICE: "smg_grpc_proto.generated.vllm_engine_pb2",
     REFLECTION_SERVICE: "grpc_reflection.v1alpha.reflection_pb2",
 }
 

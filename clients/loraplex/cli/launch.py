@@ -65,8 +65,8 @@ def check_engine_protocol(name: str) -> None:
     """Raise CommandError where routers would not start with this engine protocol."""
     if not name:
         return
-    if name != "sglang":
-        raise CommandError(f"--engine-protocol {name}: only sglang is known", 2)
+    if unknown := sorted({*name.split(",")} - {"sglang", "vllm"}):
+        raise CommandError(f"--engine-protocol {unknown[0]}: only sglang, vllm are known", 2)
     try:
         check_installed("--engine-protocol", "smg_grpc_proto")
     except ValueError as error:

@@ -68,7 +68,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
             help="Also start an HTTP gateway on this port; 0 for any free port.",
         ),
     ] = None,
-    engine_protocol: Annotated[str, typer.Option(metavar="NAME", help="Also serve an engine protocol: sglang.")] = "",
+    engine_protocol: Annotated[str, typer.Option(metavar="NAME", help="Also serve these: sglang, vllm.")] = "",
     engine_tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of that protocol's calls.")] = "default",
     engine_adapter: Annotated[
         str, typer.Option(metavar="NAME", help="Adapter of that protocol's calls without lora_id.")

@@ -85,8 +85,8 @@ ACCOUNTS = "accounts"
 OUTCOMES = "outcomes"
 RELAY = "relay"
 
-# The service of the engine protocol (docs/reference/engine-protocol.md), which a router serves if it is told to.
-SGLANG_SERVICE = "sglang.grpc.scheduler.SglangScheduler"
+# The services of engine protocols (docs/reference/engine-protocol.md), which a router serves if it is told to.
+ENGINE_SERVICES = SGLANG_SERVICE, VLLM_SERVICE = "sglang.grpc.scheduler.SglangScheduler", "vllm.grpc.engine.VllmEngine"
 REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 
 # Runners of batches call for the tenants that made these.
@@ -111,6 +111,17 @@ _WRITE_MODELS = Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS})
 _READ_MODELS = Permission(MODELS_READ, {Port.OPERATORS: _WATCHERS | _PARTS})
 _COMMAND_ADAPTER = _WRITE_CLUSTER.recorded("adapter", "worker_id")
 _MOVE_RELEASE = _WRITE_ADAPTERS.recorded("name", answer=("release.state", "release.digest"))
+
+
+# What all engine protocols have.
+_ENGINE = {
+    **dict.fromkeys(("Generate", "Embed", "Abort"), _GENERATE),
+    **dict.fromkeys(("GetModelInfo", "GetServerInfo", "GetTokenizer", "HealthCheck"), _TOKENIZE),
+    "GetLoads": _READ_CLUSTER,
+    # The token ids of prompts and answers: a tenant sees its own, and auditors none.
+    "SubscribeKvEvents": Permission(GENERATE, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS}),
+    **dict.fromkeys(("FlushCache", "StartProfile", "StopProfile"), _WRITE_CLUSTER),
+}
 
 
 def _of(service: str, rows: Mapping[str, Permission]) -> dict[str, Permission]:
@@ -267,24 +278,13 @@ PERMISSIONS: Mapping[str, Permission] = {
     **_of(
         SGLANG_SERVICE,
         {
-            "Generate": _GENERATE,
-            "Embed": _GENERATE,
-            "Abort": _GENERATE,
-            "GetModelInfo": _TOKENIZE,
-            "GetServerInfo": _TOKENIZE,
-            "GetTokenizer": _TOKENIZE,
-            "HealthCheck": _TOKENIZE,
             "ListLoadedLoRAAdapters": _READ_ADAPTERS,
             "LoadLoRAAdapter": _WRITE_CLUSTER.recorded("lora_name", "pinned"),
             "UnloadLoRAAdapter": _WRITE_CLUSTER.recorded("lora_name"),
-            "GetLoads": _READ_CLUSTER,
-            # The token ids of prompts and answers: a tenant sees its own, and auditors none.
-            "SubscribeKvEvents": Permission(GENERATE, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS}),
-            "FlushCache": _WRITE_CLUSTER,
-            "StartProfile": _WRITE_CLUSTER,
-            "StopProfile": _WRITE_CLUSTER,
+            **_ENGINE,
         },
     ),
+    **_of(VLLM_SERVICE, _ENGINE),
     **_of(REFLECTION_SERVICE, {"ServerReflectionInfo": Permission(CLUSTER_READ, {Port.OPERATORS: _OPERATORS})}),
     # A router asks its own address, to find out whether it leads to itself.
     **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),

@@ -1,6 +1,4 @@
-"""The engine protocol's messages: its requests as this router's own, an answer's events as chunks and whole choices.
-
-Those of SubscribeKvEvents are made of the events of the workers' prefix caches.
+"""The requests of sglang's protocol as this router's own; answers.py has the answers.
 
 A number that is 0 stands for what Loraplex takes where it is unset: the protocol's numbers cannot be unset.
 """
@@ -8,35 +6,28 @@ A number that is 0 stands for what Loraplex takes where it is unset: the protoco
 from __future__ import annotations
 
 import secrets
-import time
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count, groupby
-from operator import attrgetter
 from typing import Any
 
 from loraplex.inference.v1 import inference_pb2 as pb
-from smg_grpc_proto import sglang_scheduler_pb2 as engine
-from smg_grpc_proto.generated import common_pb2 as common
 
 from loraplex.contracts.artifacts.chat_formats import REASONING
-from loraplex.contracts.options import LOGIT_BIASES, FinishReason, TokenLogprobs
-from loraplex.engine_protocols.block_feed import MOST_AT_ONCE, BlockEvent, FollowedBlock
+from loraplex.contracts.options import LOGIT_BIASES
 from loraplex.router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, check_most, read_spec
 from loraplex.router.api.encoding import read_embed
 from loraplex.router.catalog.models import Models
 from loraplex.router.generation.chat_format import behind_open_block
-from loraplex.router.request import DEFAULT_MAX_TOKENS, Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
+from loraplex.router.request import DEFAULT_MAX_TOKENS, EncodeRequest, Request
 from loraplex.router.text.tokenizer import ModelTokenizer, PromptTokenizer
 from loraplex.runtime.rpc.errors import InvalidField, NotBuilt
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 
 _PARAMS = "sampling_params"
-# By the beginning of the path in loraplex.inference.v1; the first one that fits.
-_NAMES = {
+# Names of fields by the beginning of the path in loraplex.inference.v1; the first one that fits.
+NAMES = {
     "inputs[0].token_ids": "tokenized.input_ids",
     "inputs": "tokenized.input_ids",
     "input": "tokenized.input_ids",
@@ -58,23 +49,22 @@ _NAMES = {
 
 
 @contextmanager
-def engine_field_names() -> Iterator[None]:
-    """Raise an InvalidField of Loraplex's own messages as one of the engine protocol's."""
+def engine_field_names(names: Mapping[str, str] = NAMES) -> Iterator[None]:
+    """Raise an InvalidField of Loraplex's own messages as one of the engine protocol's, by its `names`."""
     try:
         yield
     except InvalidField as error:
         message = error.message.removeprefix(f"{error.field}: ")
-        raise InvalidField(_renamed(error.field), message, reason=error.reason) from error
+        raise InvalidField(_renamed(error.field, names), message, reason=error.reason) from error
 
 
-def _renamed(field: str) -> str:
-    for path, name in _NAMES.items():
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    for path, name in names.items():
         if field == path or field.startswith((f"{path}.", f"{path}[")):
             return name + field[len(path) :]
     return field
 
 
-_FIELD = "sampling_params.ebnf_grammar"
 # Maximum bytes of a grammar: llguidance's converter takes 0.2 s for 500 rules, and four times as long for 1,000.
 EBNF_BYTES = 8 * 1024
 # Maximum length of a grammar that is converted on the event loop, in 5 milliseconds.
@@ -84,23 +74,23 @@ _SHORT_CHARACTERS = 1_024
 async def read_ebnf(ebnf: str, tenant: str, prompts: PromptTokenizer) -> str:
     """Return a grammar in llguidance's syntax; a large one is converted in a thread, at the tenant's turn.
 
-    Raises InvalidField.
+    Raises InvalidField, naming `grammar`.
     """
     return await prompts.in_turn(tenant, partial(lark_of, ebnf)) if len(ebnf) > _SHORT_CHARACTERS else lark_of(ebnf)
 
 
 def lark_of(ebnf: str) -> str:
-    """Return a grammar in llguidance's syntax. Raises InvalidField."""
+    """Return a grammar in llguidance's syntax. Raises InvalidField, naming `grammar`."""
     # Imported for such a request alone.
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if (size := len(ebnf.encode())) > EBNF_BYTES:
-        raise InvalidField(_FIELD, f"{size} bytes; at most {EBNF_BYTES}", reason="INVALID_FORMAT")
+        raise InvalidField("grammar", f"{size} bytes; at most {EBNF_BYTES}", reason="INVALID_FORMAT")
     try:
         return str(gbnf_to_lark(ebnf)).removeprefix("%llguidance {}\n")
     except Exception as error:  # it raises what its own code happens to
         message = f"not a grammar in EBNF: {str(error) or type(error).__name__}"
-        raise InvalidField(_FIELD, message, reason="INVALID_FORMAT") from error
+        raise InvalidField("grammar", message, reason="INVALID_FORMAT") from error
 
 
 # Fields whose meaning no part of Loraplex has.
@@ -123,7 +113,7 @@ _MOST_VALUES = {"logit_bias": LOGIT_BIASES, "stop": STOP_STRINGS, "stop_token_id
 
 async def read_generate(request: Any, tenant: str, adapter: str, models: Models, prompts: PromptTokenizer) -> Request:
     """Return the request in a message; `adapter` is that of a message without lora_id. Raises a CallError."""
-    _check_served(request, _UNSERVED)
+    check_served(request, _UNSERVED)
     ids, params = request.tokenized.input_ids, request.sampling_params
     # Before they are copied, which takes the event loop seconds for a full message.
     check_count("token_ids", ids, models.get("").manifest.context_length)
@@ -158,7 +148,7 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models,
         case "structural_tag":
             raise NotBuilt("sampling_params.structural_tag")
     read = await read_spec(spec, tenant, models, prompts)
-    _check_size(read, 0 if start is None else len(ids) - start, models.get("").default_max_tokens(DEFAULT_MAX_TOKENS))
+    check_size(read, 0 if start is None else len(ids) - start, models.get("").default_max_tokens(DEFAULT_MAX_TOKENS))
     if request.require_reasoning and read.grammar:
         tokenizer = models.get("").tokenizer
         end = reasoning_end(tokenizer)
@@ -171,18 +161,19 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models,
 
 def read_embedding(request: Any, tenant: str, adapter: str) -> EncodeRequest:
     """Return what an Embed call asks for; the protocol's sampling_params mean nothing here. Raises a CallError."""
-    _check_served(request, _UNSERVED_OF_EMBED)
+    check_served(request, _UNSERVED_OF_EMBED)
     prompt = pb.EncodeInput(token_ids=pb.TokenIds(ids=request.tokenized.input_ids))
     spec = pb.EncodeSpec(request_id=request.request_id, adapter=adapter, inputs=[prompt])
     return read_embed(pb.EmbedRequest(spec=spec), tenant)
 
 
-def _check_served(message: Any, unserved: tuple[str, ...]) -> None:
+def check_served(message: Any, unserved: tuple[str, ...]) -> None:
+    """Raise NotBuilt for a field that is set and not served, InvalidField for another rank than 0."""
     set_fields = {field.name for field, _ in message.ListFields()}
     for field in unserved:
         if field in set_fields:
             raise NotBuilt(field)
-    if message.data_parallel_rank:
+    if getattr(message, "data_parallel_rank", 0):
         raise InvalidField("data_parallel_rank", f"{message.data_parallel_rank}; there is rank 0 alone")
 
 
@@ -237,7 +228,7 @@ def _logprob_start(request: Any) -> int | None:
     return int(start)
 
 
-def _check_size(request: Request, prompt: int, default_max_tokens: int) -> None:
+def check_size(request: Request, prompt: int, default_max_tokens: int) -> None:
     """Raise InvalidField where the log probabilities of the answer, and of `prompt` tokens, do not fit one message."""
     if request.logprobs is None:
         return
@@ -246,8 +237,8 @@ def _check_size(request: Request, prompt: int, default_max_tokens: int) -> None:
     most = ((MESSAGE_BYTES - _REST_BYTES) // max(1, tokens) - _TOKEN_BYTES) // _ALTERNATIVE_BYTES
     if request.logprobs > most:
         message = f"{request.logprobs} for each of {tokens} tokens do not fit a message"
-        hint = f"at most {most} do" if most >= 0 else "leave return_logprob out"
-        raise InvalidField("top_logprobs_num", f"{message}; {hint}", reason=_TOO_LARGE)
+        hint = f"at most {most} do" if most >= 0 else "leave log probabilities out"
+        raise InvalidField("output.logprobs", f"{message}; {hint}", reason=_TOO_LARGE)
 
 
 def reasoning_end(tokenizer: ModelTokenizer) -> int:
@@ -262,199 +253,3 @@ def reasoning_end(tokenizer: ModelTokenizer) -> int:
         if len(ids) == 1:
             return ids[0]
     raise NotBuilt("require_reasoning")
-
-
-class ReasoningCount:
-    """The number of an answer's tokens before the one that ends its reasoning; 0 where `end` is None."""
-
-    def __init__(self, end: int | None) -> None:
-        self._end = end
-        self.tokens = 0
-
-    def add(self, ids: Sequence[int]) -> None:
-        """Take the answer's next tokens."""
-        if self._end is None:
-            return
-        reasoning = ids[: ids.index(self._end)] if self._end in ids else ids
-        self.tokens += len(reasoning)
-        if len(reasoning) < len(ids):
-            self._end = None
-
-
-class EngineAnswer:
-    """The answer to one request; `streamed`: its tokens come in chunks too.
-
-    `end` is the token that ends its reasoning, where that is counted.
-    """
-
-    def __init__(self, request: Request, prompt_ids: Sequence[int], *, streamed: bool, end: int | None = None) -> None:
-        self._request = request
-        self._prompt_ids = prompt_ids
-        self._streamed = streamed
-        self._prompt_logprobs: Any = None
-        self._choices = [_Choice(end) for _ in range(request.n)]
-
-    def messages_of(self, event: PromptLogprobs | Delta | Finished | Summary) -> Iterator[Any]:
-        """Yield the messages that an event makes."""
-        match event:
-            case PromptLogprobs():
-                start = self._request.prompt_logprobs_start
-                self._prompt_logprobs = _of_prompt(self._prompt_ids[start:], event.tokens)
-            case Delta() if event.token_ids:
-                choice = self._choices[event.choice]
-                choice.add(event)
-                if self._streamed:
-                    yield self._message(chunk=self._chunk(event, choice))
-            case Finished():
-                self._choices[event.choice].finished = event
-            case Summary():
-                for index, choice in enumerate(self._choices):
-                    yield self._message(complete=self._complete(index, choice, event))
-
-    def _message(self, **response: Any) -> Any:
-        return engine.GenerateResponse(request_id=self._request.request_id, **response)
-
-    def _chunk(self, delta: Delta, choice: _Choice) -> Any:
-        return engine.GenerateStreamChunk(
-            token_ids=delta.token_ids,
-            prompt_tokens=len(self._prompt_ids),
-            completion_tokens=len(choice.ids),
-            reasoning_tokens=choice.reasoning.tokens,
-            output_logprobs=_of_output(delta.token_ids, delta.logprobs),
-            # In the first chunk of each choice.
-            input_logprobs=self._prompt_logprobs if delta.offset == 0 else None,
-            index=delta.choice,
-        )
-
-    def _complete(self, index: int, choice: _Choice, summary: Summary) -> Any:
-        finished = choice.finished
-        return engine.GenerateComplete(
-            output_ids=choice.ids,
-            finish_reason="length" if finished.reason is FinishReason.LENGTH else "stop",
-            prompt_tokens=summary.prompt_tokens,
-            completion_tokens=len(choice.ids),
-            reasoning_tokens=choice.reasoning.tokens,
-            cached_tokens=summary.cached_tokens,
-            output_logprobs=_of_output(choice.ids, choice.logprobs),
-            input_logprobs=self._prompt_logprobs,
-            matched_token_id=finished.stop_token_id,
-            matched_stop_str=finished.stop_string,
-            index=index,
-        )
-
-
-class _Choice:
-    """The tokens of a choice so far, and its end."""
-
-    def __init__(self, end: int | None) -> None:
-        self.reasoning = ReasoningCount(end)
-        self.ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.finished = Finished(FinishReason.END)
-
-    def add(self, delta: Delta) -> None:
-        """Add the tokens of a delta."""
-        self.reasoning.add(delta.token_ids)
-        self.ids += delta.token_ids
-        self.logprobs += delta.logprobs
-
-
-def _of_output(ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
-    if not logprobs:
-        return None
-    return engine.OutputLogProbs(
-        token_logprobs=[token.logprob for token in logprobs], token_ids=ids, top_logprobs=map(_alternatives, logprobs)
-    )
-
-
-def _of_prompt(ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
-    """Return the log probabilities of prompt tokens; the prompt's first token has none."""
-    values = [engine.InputTokenLogProb(value=token.logprob) for token in logprobs]
-    top = [*map(_alternatives, logprobs)]
-    first = len(ids) - len(values)
-    return engine.InputLogProbs(
-        token_logprobs=[engine.InputTokenLogProb()] * first + values,
-        token_ids=ids,
-        top_logprobs=[engine.TopLogProbs()] * first + top,
-    )
-
-
-def _alternatives(token: TokenLogprobs) -> Any:
-    return engine.TopLogProbs(
-        values=[logprob for _, logprob in token.alternatives],
-        token_ids=[token_id for token_id, _ in token.alternatives],
-    )
-
-
-class KvEventBatches:
-    """Makes the batches of one stream, and numbers them and their events from 1.
-
-        snapshot, in parts   sequence 1, 2, ...: all blocks cleared, then those that are there now, parents first
-        changes              the next sequence numbers, one by one
-
-    A block's hash is the first 64 bits of its key, which depends on its ids, the block before it, adapter and tenant.
-    """
-
-    def __init__(self) -> None:
-        self._batches, self._events = count(1), count(1)
-
-    def snapshot(self, blocks: Sequence[FollowedBlock]) -> Iterator[Any]:
-        """Yield the batches that replace whatever the subscriber knows; their events have the number 0."""
-        starts = range(0, max(1, len(blocks)), MOST_AT_ONCE)
-        for index, start in enumerate(starts):
-            batch = self._new_batch()
-            batch.snapshot.MergeFrom(common.KvSnapshotChunk(index=index, count=len(starts), blocks=len(blocks)))
-            if index == 0:
-                batch.events.add().cleared.SetInParent()
-            part = blocks[start : start + MOST_AT_ONCE]
-            batch.events.extend(common.KvCacheEvent(stored=_stored(run)) for run in _runs(part))
-            yield batch
-
-    def changes(self, events: Iterable[BlockEvent]) -> Any:
-        """Return the batch of events that followed each other."""
-        batch = self._new_batch()
-        for stored, alike in groupby(events, attrgetter("stored")):
-            blocks = [event.block for event in alike]
-            if stored:
-                batch.events.extend(
-                    common.KvCacheEvent(event_id=next(self._events), stored=_stored(run)) for run in _runs(blocks)
-                )
-                continue
-            event = batch.events.add(event_id=next(self._events))
-            event.removed.block_hashes.extend(block.key for block in blocks)
-            event.removed.tier = common.KV_CACHE_TIER_DEVICE
-        return batch
-
-    def _new_batch(self) -> Any:
-        # All workers are one rank, as in GetLoads.
-        return common.KvEventBatch(sequence_number=next(self._batches), timestamp=time.time(), dp_rank=0)
-
-
-def _runs(blocks: Iterable[FollowedBlock]) -> Iterator[list[FollowedBlock]]:
-    """Yield blocks of which each follows the one before it."""
-    run: list[FollowedBlock] = []
-    for block in blocks:
-        if run and block.parent != run[-1].key:
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
-
-
-def _stored(run: Sequence[FollowedBlock]) -> Any:
-    """Return the event of blocks of one sequence; their adapter as a request's lora_id names it."""
-    first = run[0]
-    adapter, _, digest = first.adapter.rpartition("/revisions/")
-    return common.KvBlocksStored(
-        blocks=[_block(block) for block in run],
-        parent_block_hash=first.parent,
-        tier=common.KV_CACHE_TIER_DEVICE,
-        lora_name=(f"{adapter}@{digest}" if adapter else first.adapter) or None,
-        cache_salt=first.tenant,
-    )
-
-
-def _block(block: FollowedBlock) -> Any:
-    ids = array("I", block.token_ids)
-    return common.KvBlock(block_hash=block.key, token_ids=ids, block_size=len(ids))

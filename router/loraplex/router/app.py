@@ -75,9 +75,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _engine_protocol(settings: Settings) -> Any:
-    """Import the module of the protocol, whose package need not be installed where it is not served."""
-    return import_module(ENGINE_PROTOCOLS[settings.engine_protocol])
+def _engine_protocols(settings: Settings) -> list[Any]:
+    """Return the services of the protocols, whose package need not be installed where they are not served."""
+    names = sorted({*filter(None, settings.engine_protocol.split(","))})
+    return [getattr(import_module(f"loraplex.engine_protocols.{name}"), ENGINE_PROTOCOLS[name]) for name in names]
 
 
 class RelayAccess:
@@ -249,8 +250,7 @@ class Router:
             return Server(guard, outer=[meter], interceptors=[self.auditor])
         open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, self.telemetry.refused)
         inner: list[Interceptor] = [open_calls, self.auditor]
-        if settings.engine_protocol:
-            inner.insert(0, _engine_protocol(settings).UnnamedCallers(settings.engine_tenant))
+        inner[:0] = [protocol.callers(settings.engine_tenant) for protocol in _engine_protocols(settings)[:1]]
         # More calls of one connection than the limit of open calls, so that this limit refuses them.
         options = [*channel_options(), ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)]
         return Server(guard, outer=[meter], interceptors=inner, options=options, shared_ports=self.shared_ports)
@@ -293,10 +293,10 @@ class Router:
         cluster = ClusterService(models, dispatcher, self.metrics, self.commands, purge, self.resume_keys, cells)
         self.public.add(lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server))
         self.public.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
-        if settings.engine_protocol:
+        for protocol in _engine_protocols(settings):
             relay, adapter = self.relay_service, settings.engine_adapter
             parts = inference, dispatcher, self.commands, relay, adapter, self._waits_for
-            self.public.add(_engine_protocol(settings).SglangScheduler(*parts).register)
+            self.public.add(protocol(*parts).register)
         return generation
 
     def _waits_for(self) -> str:

@@ -23,8 +23,8 @@ from loraplex.runtime.tenancy.api_keys import STALE_S
 from loraplex.runtime.tenancy.audit_log import FILE_HELP, OTLP, STDOUT
 from loraplex.runtime.tenancy.guard import is_loopback, is_tenant
 
-# Engine protocols and their modules, at the edge; and the tenant of calls that name none: that of the command.
-ENGINE_PROTOCOLS = {"sglang": "loraplex.engine_protocols.sglang"}
+# Engine protocols, modules at the edge, with their classes; and the tenant of calls that name none: the command's.
+ENGINE_PROTOCOLS = {"sglang": "SglangScheduler", "vllm": "VllmEngine"}
 DEFAULT_TENANT = "default"
 # The modules of usage events, and of content hooks, at the edge.
 USAGE_EVENTS, USAGE_SENDER = "loraplex.usage_events.log", "loraplex.usage_events.sender"
@@ -84,7 +84,7 @@ class Settings(AccessSettings):
         "queue requests of a model without workers until an autoscaler starts one, instead of refusing them",
         False,
     )
-    engine_protocol: str = setting("also serve an engine protocol: sglang (docs/reference/engine-protocol.md)", "")
+    engine_protocol: str = setting("also serve engine protocols: sglang, vllm (docs/reference/engine-protocol.md)", "")
     engine_tenant: str = setting("tenant of the engine protocol's calls without credentials", DEFAULT_TENANT)
     engine_adapter: str = setting("adapter of the engine protocol's calls without lora_id; empty: the base model", "")
     metrics_port: int = setting(PORT_HELP, 0)
@@ -131,8 +131,8 @@ class Settings(AccessSettings):
             )
 
     def _check_engine_protocol(self) -> None:
-        if self.engine_protocol not in {"", *ENGINE_PROTOCOLS}:
-            raise ValueError(f"--engine-protocol {self.engine_protocol}: only {', '.join(ENGINE_PROTOCOLS)} is known")
+        if unknown := sorted({*filter(None, self.engine_protocol.split(","))} - ENGINE_PROTOCOLS.keys()):
+            raise ValueError(f"--engine-protocol {unknown[0]}: only {', '.join(ENGINE_PROTOCOLS)} are known")
         if self.engine_protocol:
             check_installed(f"--engine-protocol {self.engine_protocol}", "smg_grpc_proto")
         if not is_tenant(self.engine_tenant):

@@ -17,7 +17,7 @@ from tests.hash_oracle import expected_ids
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
-ENGINE_PROTOCOL = ("--engine-protocol", "sglang", "--engine-tenant", TENANT, "--engine-adapter", "a")
+ENGINE_PROTOCOL = ("--engine-protocol", "sglang,vllm", "--engine-tenant", TENANT, "--engine-adapter", "a")
 HEADERS = {"x-loraplex-tenant": TENANT}
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 # The prompt that the hash model's template makes of these.
@@ -59,11 +59,20 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def stub(cluster: Cluster) -> AsyncIterator[Any]:
-    """The engine protocol at the first router, without any metadata. For tests that skip without its package."""
+    """Sglang's protocol at the first router, without any metadata. For tests that skip without its package."""
     from smg_grpc_proto import sglang_scheduler_pb2_grpc
 
     async with grpc.aio.insecure_channel(cluster.local.router) as channel:
         yield sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def vllm_stub(cluster: Cluster) -> AsyncIterator[Any]:
+    """VLLM's protocol at the first router, as `stub`."""
+    from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+    async with grpc.aio.insecure_channel(cluster.local.router) as channel:
+        yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
 
 def expected(prompt: str, digest: str, max_tokens: int, sampling: SamplingParams | None = None, choice: int = 0) -> str:

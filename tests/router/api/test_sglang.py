@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from loraplex.contracts.artifacts.generation_config import UNSAID, GenerationConfig
-from loraplex.engine_protocols.sglang_messages import ReasoningCount, reasoning_end
+from loraplex.engine_protocols.sglang_messages import reasoning_end
 from loraplex.router.catalog.store_client import Manifest
 from loraplex.router.text.chat import ChatTemplate
 from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer
@@ -22,7 +22,10 @@ from loraplex.runtime.rpc.errors import InvalidField, NotBuilt
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")
 
-from loraplex.engine_protocols.sglang import TokenizerFiles, model_info
+from smg_grpc_proto import sglang_scheduler_pb2 as engine
+
+from loraplex.engine_protocols.answers import ReasoningCount
+from loraplex.engine_protocols.engine_service import TokenizerFiles, model_info
 from loraplex.engine_protocols.sglang_messages import engine_field_names
 
 MODEL = Path(__file__).parents[3] / "examples" / "model"
@@ -36,7 +39,7 @@ def manifest(**files: bytes) -> Manifest:
 
 
 def test_a_model_is_described_by_its_own_files() -> None:
-    info = model_info(manifest(**FILES), DEFAULTS, "")
+    info = model_info(engine, manifest(**FILES), DEFAULTS, "")
     config = json.loads(FILES["config.json"])
     assert (info.served_model_name, info.model_type, list(info.architectures)) == ("tiny", "llama", ["llama"])
     assert list(info.eos_token_ids) == [config["eos_token_id"]]
@@ -44,14 +47,14 @@ def test_a_model_is_described_by_its_own_files() -> None:
     assert json.loads(info.default_sampling_params_json) == {"temperature": 0.5, "top_k": 20}
     # No name that a gateway could look up at a hub.
     assert info.model_path == "/loraplex/sha256:0"
-    assert model_info(manifest(), UNSAID, "support").served_model_name == "support"
-    bare = model_info(manifest(), UNSAID, "")
+    assert model_info(engine, manifest(), UNSAID, "support").served_model_name == "support"
+    bare = model_info(engine, manifest(), UNSAID, "")
     assert (bare.model_path, bare.default_sampling_params_json) == ("", "")
 
 
 @pytest.mark.parametrize("config", [b"no JSON", b"[]", b'{"eos_token_id": ["x", true, -1, 7], "bos_token_id": "x"}'])
 def test_files_that_anybody_may_have_written_break_nothing(config: bytes) -> None:
-    info = model_info(manifest(**{"config.json": config}), UNSAID, "")
+    info = model_info(engine, manifest(**{"config.json": config}), UNSAID, "")
     assert list(info.eos_token_ids) in ([], [7])
     assert (info.bos_token_id, info.pad_token_id) == (0, 0)
 
@@ -74,7 +77,7 @@ async def test_calls_at_the_same_time_share_a_zip(monkeypatch: pytest.MonkeyPatc
         made.append(len(files))
         return b"zip", "sha256"
 
-    monkeypatch.setattr("loraplex.engine_protocols.sglang._zipped", zipped)
+    monkeypatch.setattr("loraplex.engine_protocols.engine_service._zipped", zipped)
     tokenizers, own = TokenizerFiles(), manifest(**FILES)
 
     async def ask() -> list[Any]:

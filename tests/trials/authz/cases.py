@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from loraplex.runtime.rpc.principal import TENANT_ROLES, Role
 from loraplex.runtime.rpc.settings import is_installed
 from loraplex.runtime.tenancy.api_keys import KEY_ROLES
-from loraplex.runtime.tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Port
+from loraplex.runtime.tenancy.permissions import ENGINE_SERVICES, PERMISSIONS, REFLECTION_SERVICE, Port
 
 # Ports by the word that the ready lines have for them; the client port has none.
 PORTS = {"public": Port.PUBLIC, "mtls": Port.PUBLIC, "operators": Port.OPERATORS, "operators-mtls": Port.OPERATORS}
@@ -26,7 +26,7 @@ SERVERS = {
     "loraplex.batches.v1.BatchService": "store",
 }
 # Services of the router whose packages need not be installed: they are called where they are.
-OPTIONAL = {SGLANG_SERVICE: "smg_grpc_proto", REFLECTION_SERVICE: "grpc_reflection"}
+OPTIONAL = dict.fromkeys(ENGINE_SERVICES, "smg_grpc_proto") | {REFLECTION_SERVICE: "grpc_reflection"}
 SERVERS |= {service: "router" for service, module in OPTIONAL.items() if is_installed(module)}
 # Faults by kind of credential. OTHER: the call names another tenant than the credential's.
 OTHER, TWO = "other tenant's", "two credentials"

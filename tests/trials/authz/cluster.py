@@ -52,7 +52,7 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
         store = await _start(stack, directory, ca, "store", flags)
         flags = [*common, "--store", store["operators-mtls"], "--redis-url", valkey.url]
         flags += ["--job-key", str(directory / "job.key")]
-        flags += ["--engine-protocol", "sglang"] if SGLANG_SERVICE in SERVERS else []
+        flags += ["--engine-protocol", "sglang,vllm"] if SGLANG_SERVICE in SERVERS else []
         flags += ["--reflection"] if REFLECTION_SERVICE in SERVERS else []
         router = await _start(stack, directory, ca, "router", flags)
         credentials = grpc.ssl_channel_credentials(ca.pem)

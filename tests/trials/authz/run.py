@@ -19,7 +19,7 @@ from loraplex.admin.v1 import accounts_pb2, grants_pb2, keys_pb2, plans_pb2, ten
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.runtime.rpc.principal import TENANT_KEY, Role
 from loraplex.runtime.rpc.status import DETAILS_KEY
-from loraplex.runtime.tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
+from loraplex.runtime.tenancy.permissions import ENGINE_SERVICES, REFLECTION_SERVICE
 from tests.trials.authz.cases import NAMING, OPTIONAL, OTHER, REASONS, TWO, Case
 from tests.trials.authz.cluster import Cluster
 from tests.trials.authz.credentials import OTHER as OTHER_TENANT
@@ -31,7 +31,11 @@ _TIMEOUT_S = 60.0
 # Methods of the packages that need not be installed whose answers are streams.
 _OTHER_STREAMS = frozenset(
     {
-        *(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "GetTokenizer", "SubscribeKvEvents")),
+        *(
+            f"/{service}/{method}"
+            for service in ENGINE_SERVICES
+            for method in ("Generate", "GetTokenizer", "SubscribeKvEvents")
+        ),
         f"/{REFLECTION_SERVICE}/ServerReflectionInfo",
     }
 )

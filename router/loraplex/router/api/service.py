@@ -57,7 +57,7 @@ from loraplex.runtime.rpc.receiving import RECEIVE_S, OneMessage, reading
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.shares import FairTurns, Shares
 from loraplex.runtime.rpc.status import rates_metadata
-from loraplex.runtime.tenancy.permissions import SGLANG_SERVICE
+from loraplex.runtime.tenancy.permissions import ENGINE_SERVICES
 
 # Maximum number of fields of a message, those of the messages in it too; packed numbers count as one. A chat has about
 # three for each of its messages. Ten thousand are counted in two to twenty milliseconds, by the lengths of their
@@ -152,7 +152,7 @@ def _fields(message: Descriptor) -> dict[int, tuple[str, Descriptor | None]]:
 # The service and the further methods whose calls are bounded: operators and health checks must get through when a
 # router is full.
 _SERVICE = "/loraplex.inference.v1.InferenceService"
-_METHODS = frozenset(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "Embed", "GetTokenizer"))
+_METHODS = frozenset(f"/{one}/{method}" for one in ENGINE_SERVICES for method in ("Generate", "Embed", "GetTokenizer"))
 # Lists of a tenant's jobs, which go through those of all tenants. Without credentials, nobody need name a tenant.
 _LISTS = frozenset(f"/loraplex.cluster.v1.ClusterService/{method}" for method in ("ListJobs", "ListDeadJobs"))
 # Maximum bytes of a message that is decoded beside others: one of 4 MiB may take 20 ms.
