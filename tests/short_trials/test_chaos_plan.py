@@ -29,6 +29,7 @@ def test_a_seed_plans_the_same_again_and_every_kind_of_fault_and_request() -> No
     texts = [request.texts for request in requests if request.texts]
     assert {one.task for one in texts} == {"embed", "classify"}
     assert {type(given) for one in texts for given in one.inputs} == {str, tuple, Pair}
+    assert {len(request.documents) for request in requests} == {0, 1, 3, 20}
     for request in requests:
         assert 20 <= request.max_tokens <= 200 or not request.max_tokens
 
@@ -38,7 +39,7 @@ def test_every_option_that_is_served_is_drawn() -> None:
     specs = [
         generate_request(request.prompt, options_of(request)).spec  # type: ignore[arg-type]
         for request in (make_request(7, number, REVISIONS) for number in range(400))
-        if not request.continuations and not request.texts
+        if not (request.continuations or request.texts or request.documents)
     ]
     for group in ("sampling", "stopping", "output", "prompt_options"):
         drawn = {field.name for spec in specs for field, _ in getattr(spec, group).ListFields()}

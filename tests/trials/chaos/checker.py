@@ -131,9 +131,10 @@ def _check_request(
     _check_wire(verdict, observation)
     if request.continuations:
         _check_scores(verdict, model, observation)
-    if request.texts:
+    if request.texts or request.documents:
         _check_vectors(verdict, model, observation, digests)
-    for choice in range(0 if request.continuations or request.texts else request.n):
+    whole = request.continuations or request.texts or request.documents
+    for choice in range(0 if whole else request.n):
         answer = observation.answers.get(choice, Answer())
         expected = truth(model, request, choice)
         if tuple(answer.token_ids) != expected.token_ids:

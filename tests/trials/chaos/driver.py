@@ -15,6 +15,7 @@ from tests.hash_answers import Logprobs
 from tests.hash_formats import FORMATS
 from tests.trials.chaos.history import Answer, History, Observation, Pair, Refusal, Request, Revision, Score, Texts
 from tests.trials.chaos.ledger import OVER_QUOTA, callers
+from tests.trials.chaos.oracle import NO, YES
 from tests.trials.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request
 from tests.trials.chaos.tapped_client import TappedClient
 
@@ -150,6 +151,8 @@ class Driver:
         client.observations[request_id] = observation
         if observation.request.continuations:
             attempt = self._score(client, observation, request_id)
+        elif observation.request.documents:
+            attempt = self._rerank(client, observation, request_id)
         elif observation.request.texts is not None:
             attempt = self._encode(client, observation, observation.request.texts, request_id)
         else:
@@ -205,6 +208,21 @@ class Driver:
             labelled = await client.classify(inputs, **options)
             observation.vectors = [one.logits for one in labelled.classifications]
             observation.revision, observation.prompt_tokens = labelled.adapter_revision, labelled.usage.prompt_tokens
+        observation.completed = True
+
+    async def _rerank(self, client: TappedClient, observation: Observation, request_id: str) -> None:
+        request = observation.request
+        ranking = await client.rerank(
+            request.prompt,
+            request.documents,
+            model=MODEL_NAME,
+            adapter_id=request.revision.name or None,
+            request_id=request_id,
+            yes=YES,
+            no=NO,
+        )
+        observation.vectors = [(one.logit,) for one in sorted(ranking.results, key=lambda one: one.index)]
+        observation.revision, observation.prompt_tokens = ranking.adapter_revision, ranking.usage.prompt_tokens
         observation.completed = True
 
     async def _notify(self) -> None:

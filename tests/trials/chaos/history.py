@@ -76,6 +76,8 @@ class Request(msgspec.Struct, frozen=True):
     continuations: tuple[str | tuple[int, ...], ...] = ()
     # Of a call of Embed or Classify, for which `revision` counts beside.
     texts: Texts | None = None
+    # Of a call of Rerank, for which `revision` counts beside, and `prompt` is the query.
+    documents: tuple[str, ...] = ()
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):

@@ -40,17 +40,38 @@ def scores(model: str, request: Request) -> tuple[ExpectedScore, ...]:
 
 
 def vectors(model: str, request: Request, digest: str = "") -> list[tuple[tuple[float, ...], int]]:
-    """Return the vectors that the hash model `model` gives to the texts of a request, each with its tokens."""
+    """Return the vectors that the hash model `model` gives to the texts of a request, each with its tokens.
+
+    That of a document is its logit.
+    """
     texts, digest = request.texts, digest or request.revision.digest
+    if request.documents:
+        return [_document(model, request.prompt, document, digest) for document in request.documents]
     if texts is None:
         return []
     inputs = [(one.first, one.second) if isinstance(one, Pair) else one for one in texts.inputs]
     return [expected_vector_of(model, given, texts.task, digest, texts.pooling) for given in inputs]
 
 
+# Answers of a Rerank, of one token each, and its prompt as the hash model's template writes it.
+YES, NO = "y", "n"
+_RERANK = (
+    "system: Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that "
+    'the answer can only be "yes" or "no".\nuser: <Instruct>: Given a web search query, retrieve relevant passages '
+    "that answer the query\n<Query>: {}\n<Document>: {}\nassistant: "
+)
+
+
+def _document(model: str, query: str, document: str, digest: str) -> tuple[tuple[float, ...], int]:
+    ids, named = tuple(_RERANK.format(query, document).encode()), tuple(f"{YES}{NO}".encode())
+    asked = Asked(ids, digest, stopping=StoppingParams(1), logprobs=2, logprob_token_ids=named)
+    (_, yes), (_, no) = _answers(model, asked).choices[0].logprobs[0][1]
+    return (yes - no,), len(ids)
+
+
 def prompt_tokens(model: str, request: Request) -> int:
     """Return the number of prompt tokens that a request's usage counts."""
-    if request.texts is not None:
+    if request.texts is not None or request.documents:
         return sum(tokens for _, tokens in vectors(model, request))
     prompt = len(prompt_ids_of(request))
     return sum(prompt + len(score.token_ids) for score in scores(model, request)) if request.continuations else prompt

@@ -193,6 +193,8 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         return _score(own, request)
     if kind > 0.93:
         return _texts(own, request)
+    if kind > 0.9:
+        return _documents(own, request)
     if kind < 0.1:  # the prompt's log probabilities alone
         least = {"max_tokens": 0, "min_tokens": 0, "best_of": None, "prompt_logprobs": own.choice((0, 2))}
         return msgspec.structs.replace(request, **least)
@@ -235,6 +237,13 @@ def _texts(rng: random.Random, request: Request) -> Request:
     pooling: Pooling = rng.choice(("", "", "cls", "mean", "last"))
     task: Task = "embed" if pooling else rng.choice(("embed", "classify"))
     return Request(request.number, request.revision, "", max_tokens=0, texts=Texts(task, inputs, pooling))
+
+
+def _documents(rng: random.Random, request: Request) -> Request:
+    """Return a call of Rerank for a request's prompt and adapter."""
+    sizes = [rng.randint(1, 60) for _ in range(rng.choice((1, 3, 20)))]
+    documents = tuple("".join(rng.choices(string.ascii_lowercase, k=size)) for size in sizes)
+    return Request(request.number, request.revision, request.prompt, max_tokens=0, documents=documents)
 
 
 def _format(rng: random.Random) -> str:

@@ -99,7 +99,12 @@ def _open_jobs(observations: Iterable[Observation], request: Request, at: float)
     Requests begin in the order of their numbers; what an observation has of a call comes later.
     """
     return sum(
-        max(1, len(one.request.continuations), len(one.request.texts.inputs) if one.request.texts else 0)
+        max(
+            1,
+            len(one.request.continuations),
+            len(one.request.documents),
+            len(one.request.texts.inputs) if one.request.texts else 0,
+        )
         for one in observations
         if one.request.revision.tenant == request.revision.tenant
         and (one.request.number <= request.number or min([call.at for call in one.calls], default=math.inf) <= at)

@@ -34,12 +34,13 @@ class _TappedConnection(AsyncConnection):
     def start(self, attempt: Attempt, form: str = "__call__") -> Any:
         """The RPC, tapped."""
         request: Any = attempt.call.request
-        observation = self._observations[request.spec.request_id]
+        named = request if isinstance(request, inference_pb2.RerankRequest) else request.spec
+        observation = self._observations[named.request_id]
         call = Call(self._now(), attempt.call.method, attempt.address)
         if isinstance(request, inference_pb2.ResumeRequest):
             call.received = {choice.choice: len(choice.token_ids) for choice in request.received}
         observation.calls.append(call)
-        if attempt.call.method in {"Score", "Embed", "Classify"}:
+        if attempt.call.method in {"Score", "Rerank", "Embed", "Classify"}:
             return _TappedAnswer(super().start(attempt, form), call)
         return _TappedCall(super().start(attempt, form), observation, len(observation.calls) - 1, self._now)
 
