@@ -20,6 +20,7 @@ TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/", "tests/weeks/")
 COMPUTING = (
     "tests/e2e/test_tutorial.py",
     "tests/real/",
+    "tests/e2e/test_decisions_at_scale.py",
     "tests/e2e/test_shipped_model.py",
     "tests/worker/engine/test_company.py",
     "tests/e2e/test_rerankers.py",

@@ -87,14 +87,19 @@ def calibration_error(examples: Sequence[Example], temperature: float) -> float:
     return sum(map(abs, gaps)) / len(examples)
 
 
+def check_count(questions: int) -> None:
+    """Raise CommandError where there are too few questions."""
+    if questions < LEAST_QUESTIONS:
+        raise CommandError(f"--questions: {questions} labelled questions; give at least {LEAST_QUESTIONS}")
+
+
 def fit_temperature(examples: Sequence[Example]) -> float:
     """Return the temperature with the least negative log likelihood. Raises CommandError where there is none.
 
     In 1/T the negative log likelihood is convex. Its slope, the mean of the expected log probability less the right
     label's, is bisected.
     """
-    if len(examples) < LEAST_QUESTIONS:
-        raise CommandError(f"--questions: {len(examples)} labelled questions; give at least {LEAST_QUESTIONS}")
+    check_count(len(examples))
 
     def slope(temperature: float) -> float:
         total = 0.0
@@ -175,8 +180,7 @@ def calibrate(
     from loraplex_client import Calibration
 
     asked = read_labelled(questions)
-    if len(asked) < LEAST_QUESTIONS:
-        fit_temperature([])  # says how many
+    check_count(len(asked))
     with store_client(store, tenant) as client:
         _, revision = client.get(name)
         quantization = next((one.quantization for one in client.models() if one.name == revision.base_model), "")

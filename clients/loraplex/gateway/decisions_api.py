@@ -173,8 +173,13 @@ def _named_question(name: str, question: Mapping[str, Any]) -> Question:
         if not isinstance(criteria, dict):
             raise invalid(at, "of a choice has each option with what it means, or null")
         return Question(asked, choices={name: _as_text(meaning) for name, meaning in criteria.items()})
-    levels = list(criteria.values()) if isinstance(criteria, dict) else criteria
-    return Question(asked, levels={str(level): _as_text(meaning) for level, meaning in enumerate(levels)})
+    return Question(asked, levels={level: _as_text(meaning) for level, meaning in _legend(criteria).items()})
+
+
+def _legend(criteria: dict[str, Any] | list[Any]) -> dict[str, Any]:
+    """Return the levels of a score by their numbers."""
+    levels = criteria.values() if isinstance(criteria, dict) else criteria
+    return {str(level): meaning for level, meaning in enumerate(levels)}
 
 
 # Names of /v1/decisions for the cluster's.
@@ -259,7 +264,7 @@ async def system_one(call: HttpCall) -> None:
     answer = await _decide(call, request, state, [*questions.values()])
     answers, diagnostics = {}, {}
     for (name, asked), one in zip(request["questions"].items(), answer.decisions, strict=True):
-        answers[name] = _named_answer(asked["type"], questions[name], one)
+        answers[name] = _named_answer(asked, one)
         diagnostics[name] = _extensions(one)
     usage = {"input_tokens": answer.usage.prompt_tokens, "output_tokens": 0}
     told = {"model": request["model"], "answers": answers, "usage": usage, "diagnostics": diagnostics}
@@ -267,12 +272,12 @@ async def system_one(call: HttpCall) -> None:
     await call.exchange.answer(told)
 
 
-def _named_answer(kind: str, question: Question, decision: Decision) -> dict[str, Any]:
+def _named_answer(question: Mapping[str, Any], decision: Decision) -> dict[str, Any]:
     """Return an answer in System One's words."""
+    kind = question["type"]
     if kind == "noul":
         return {"type": kind, "noul": decision.probabilities["yes"]}
     told = {"type": kind, "confidence": decision.confidence, "probabilities": dict(decision.probabilities)}
     if kind == "choice":
         return {**told, "choice": decision.best}
-    assert isinstance(question.levels, dict)
-    return {**told, "score": decision.score, "legend": question.levels}
+    return {**told, "score": decision.score, "legend": _legend(question["criteria"])}

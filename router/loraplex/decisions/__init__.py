@@ -148,7 +148,7 @@ async def _temperature(service: InferenceService, tenant: str, facts: Facts) -> 
     """Return the temperature of the revision that answers. Raises InvalidField, Mismatch where it has none."""
     revision = facts.adapter_revision
     if "/revisions/" not in revision:
-        raise InvalidField("calibrated", "a calibration is one adapter's: name one, or leave calibrated unset")
+        raise InvalidField("calibrated", "only adapters have calibrations: name one adapter, or leave calibrated unset")
     resolved = await service.admission.store.resolve(tenant, name_of(revision))
     quantization = service.models.get(facts.model).manifest.quantization
     temperature = resolved.temperatures.get(quantization)

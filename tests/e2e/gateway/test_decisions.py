@@ -139,8 +139,8 @@ async def test_limits_and_fields_of_answers_are_named(cluster: Cluster, client: 
         ([], {}, "questions: 0 questions; give 1 to 400"),
         ([Question("x")] * 401, {}, "questions: 401"),
         ([Question("x")], {"temperature": 1.0}, "sampling: concerns an answer"),
-        ([Question("x")], {"calibrated": True}, "calibrated: a calibration is one adapter's"),
-        ([Question("x")], {"calibrated": True, "adapters": {"a": 0.5, "b": 0.5}}, "calibrated: a calibration is one"),
+        ([Question("x")], {"calibrated": True}, "calibrated: only adapters have calibrations"),
+        ([Question("x")], {"calibrated": True, "adapters": {"a": 0.5, "b": 0.5}}, "calibrated: only adapters have"),
     )
     for questions, more, names in cases:
         with pytest.raises(InvalidRequestError, match=names):
@@ -200,3 +200,4 @@ async def test_system_one_s_questions_may_be_json_and_criteria_alone(cluster: Cl
     assert answer["answers"]["order"]["noul"] == own.decisions[0].probabilities["yes"]
     for name, decision in zip(("team", "anger"), own.decisions[1:], strict=True):
         assert answer["answers"][name]["probabilities"] == decision.probabilities
+    assert answer["answers"]["anger"]["legend"] == {"0": {"calm": 1}, "1": "angry"}

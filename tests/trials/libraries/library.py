@@ -80,7 +80,8 @@ class Library:
 
 
 LIBRARIES = (
-    Library("openai", ("openai==3.57.0",), "use_openai.py", (*CHAT, *RESPONSES)),
+    Library("openai", ("openai==3.57.0",), "use_openai.py", (*CHAT, *RESPONSES, "decisions")),
+    Library("typesafe", ("typesafe-sdk==0.7.5",), "use_typesafe.py", ("questions", "content", "schema", "overflow")),
     Library("openai-node", ("openai@7.59.0", "zod@4.6.7"), "use_openai.mjs", (*CHAT, *RESPONSES)),
     Library("anthropic", ("anthropic==2.14.0",), "use_anthropic.py"),
     Library("huggingface_hub", ("huggingface_hub==2.4.0",), "use_huggingface_hub.py"),

@@ -1,4 +1,4 @@
-"""OpenAI's client for Python: chats and the Responses API."""
+"""OpenAI's client for Python: chats, the Responses API and decisions."""
 
 from __future__ import annotations
 
@@ -116,5 +116,27 @@ def responses_schema() -> None:
     check_weather(parsed.model_dump())
 
 
+def decisions() -> None:
+    """Ask a question of each kind at once, and each alone: the answers are the same."""
+    questions: Any = [
+        {"type": "predicate", "name": "money", "instructions": "It is about money."},
+        {"type": "choice", "instructions": "Which team?", "choices": [{"value": "billing"}, {"value": True}]},
+        {"type": "score", "instructions": "How angry?", "levels": [{"label": "calm"}, {"label": "angry"}]},
+    ]
+    asked: Any = {"model": MODEL, "input": [{"role": "user", "content": "I was charged twice."}]}
+    answer = client.decisions.create(questions=questions, **asked)
+    money, team, anger = answer.answers
+    assert money.type == "predicate"
+    assert money.name == "money"
+    assert team.type == "choice"
+    assert [one.value for one in team.probabilities] == ["billing", True]
+    assert anger.type == "score"
+    assert abs(sum(one.probability for one in anger.probabilities) - 1) < 1e-9
+    assert answer.usage.output_tokens == 0
+    for question, told in zip(questions, answer.answers, strict=True):
+        (alone,) = client.decisions.create(questions=[question], **asked).answers
+        assert alone == told
+
+
 if __name__ == "__main__":
-    run(stream, tools, schema, overflow, responses_stream, responses_tools, responses_schema)
+    run(stream, tools, schema, overflow, responses_stream, responses_tools, responses_schema, decisions)
