@@ -11,6 +11,7 @@ import pytest
 
 from loraplex.batch_runner import lines
 from loraplex.batch_runner.lines import CheckedFile, check_file, read_line
+from loraplex.batch_runner.pace import LinePace
 
 CHAT = "/v1/chat/completions"
 
@@ -77,3 +78,26 @@ def test_a_file_has_so_many_lines_and_errors(monkeypatch: pytest.MonkeyPatch) ->
     assert len(check(*["{}"] * 9).errors) == 3
     monkeypatch.setattr(lines, "LINE_BYTES", 100)
     assert check(line(text="x" * 200), line()).errors[0].message == "line 1: is larger than 100 bytes"
+
+
+def test_as_many_lines_run_at_once_as_slow_nobody_down() -> None:
+    now = 0.0
+    pace = LinePace(64, 1.1, lambda: now)
+
+    def lines(count: int, seconds: float) -> int:
+        for _ in range(count):
+            pace.took(seconds * 9, 10)
+        return pace.at_once
+
+    assert pace.at_once == 4
+    assert lines(8, 0.005) == 5  # the base is known
+    assert lines(2_000, 0.005) == 64
+    assert lines(128, 0.006) == 48  # somebody else's answers, or too many lines
+    assert lines(5_000, 0.006) == 4
+    assert lines(5_000, 0.0053) == 4  # neither slow nor near the base
+    assert lines(100, 0.005) > 4
+    pace.took(0.0, 1)  # has no time between two tokens
+    at_once, now = lines(0, 0.0), 31.0
+    assert lines(2 * at_once + 8, 0.007) == 4  # a measurement
+    assert lines(16, 0.007) >= at_once
+    assert LinePace(2, 1.1).at_once == 2

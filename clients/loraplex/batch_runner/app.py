@@ -12,6 +12,7 @@ from loraplex.batches.v1 import batches_pb2_grpc
 from loraplex.batch_runner.batch_run import BatchRun, LeaseLost
 from loraplex.batch_runner.line_call import make_client
 from loraplex.batch_runner.metrics import RunnerMetrics
+from loraplex.batch_runner.pace import LinePace
 from loraplex.batch_runner.settings import RunnerSettings
 from loraplex.runtime.rpc.server import stop_signal
 from loraplex.runtime.rpc.tasks import unless_stopped
@@ -78,7 +79,7 @@ class Runner:
         log.info("%s: runs", run.name)
         with self._metrics.batches.track_inprogress():
             try:
-                await run.run(self._settings.lines_at_once)
+                await run.run(LinePace(self._settings.lines_at_once, self._settings.slowdown))
                 log.info("%s: %s", run.name, run.batch.state)
             except LeaseLost as error:
                 self._metrics.lost.inc()

@@ -21,6 +21,7 @@ from loraplex.batches.v1 import batches_pb2 as pb
 from loraplex.batch_runner.line_call import BatchCluster, LineCalls, retry_after_s
 from loraplex.batch_runner.lines import CheckedFile, Line, check_file, read_line
 from loraplex.batch_runner.metrics import RunnerMetrics
+from loraplex.batch_runner.pace import LinePace
 from loraplex.gateway.errors import HttpError
 from loraplex_client import (
     AbortedError,
@@ -82,12 +83,12 @@ class BatchRun:
         """Begin no further line, and leave the rest of the batch to another runner."""
         self._leaves = True
 
-    async def run(self, lines_at_once: int) -> None:
+    async def run(self, pace: LinePace) -> None:
         """Run the batch to its end. Raises LeaseLost; cancelling it leaves the rest to another runner."""
         with tempfile.TemporaryFile() as file:
             beating = asyncio.create_task(self._beat())
             try:
-                running = asyncio.create_task(self._run(file, lines_at_once))
+                running = asyncio.create_task(self._run(file, pace))
                 await asyncio.wait({beating, running}, return_when=asyncio.FIRST_COMPLETED)
                 if not running.done():
                     running.cancel()
@@ -105,7 +106,7 @@ class BatchRun:
         request = pb.ReportBatchRequest(name=self.name, lease=self._lease, results=with_rest, released=True)
         await self._store.run(_once("ReportBatch", request))
 
-    async def _run(self, file: BinaryIO, lines_at_once: int) -> None:
+    async def _run(self, file: BinaryIO, pace: LinePace) -> None:
         if self.batch.state == "cancelling" and not self.batch.total:  # before its file was checked
             await self._report(finished=True)
             return
@@ -115,7 +116,7 @@ class BatchRun:
                 await self._begin(checked)
                 if self.batch.has_ended:
                     return
-            await self._run_lines(file, checked.lines, lines_at_once)
+            await self._run_lines(file, checked.lines, pace)
         while self._results:
             await self._flush()
         if self._leaves:
@@ -168,9 +169,9 @@ class BatchRun:
                     raise
                 await asyncio.sleep(pause_s)
 
-    async def _run_lines(self, file: BinaryIO, lines: list[Line], at_once: int) -> None:
+    async def _run_lines(self, file: BinaryIO, lines: list[Line], pace: LinePace) -> None:
         """Run what has no result, in the order; lines that do not begin end with an error."""
-        calls = LineCalls(self._cluster, self.batch.id, self.batch.endpoint, self.batch.models)
+        calls = LineCalls(self._cluster, self.batch.id, self.batch.endpoint, self.batch.models, pace)
         running = set[asyncio.Task[None]]()
         try:
             for place, line in enumerate(lines):
@@ -185,7 +186,7 @@ class BatchRun:
                     self._end_unbegun(calls, file, line)
                     await self._room_for_results()
                     continue
-                while len(running) >= at_once:
+                while len(running) >= pace.at_once:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         task.result()
@@ -220,6 +221,11 @@ class BatchRun:
                 if self._gives_up(error):
                     self._end_unbegun(calls, file, line)
                     return
+            except Exception:  # a fault of this code: the line's alone, not its batch's
+                log.exception("%s: line %d failed", self.batch.id, number)
+                result = calls.error(number, custom_id, "internal_error", "internal error; the runner's log says more")
+                self._end_line(number, result, failed=True)
+                return
             await self._pause(pause_s * random.uniform(1.0, 1.2))
 
     def _gives_up(self, error: Exception) -> bool:

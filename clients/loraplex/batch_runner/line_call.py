@@ -10,8 +10,9 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message
 
+from loraplex.batch_runner.pace import LinePace
 from loraplex.gateway.cluster import Cluster
-from loraplex.gateway.endpoint import Gateway, GatewayMetrics, Handler, HttpCall
+from loraplex.gateway.endpoint import Answered, Gateway, GatewayMetrics, Handler, HttpCall
 from loraplex.gateway.errors import HttpError, http_error, renamed
 from loraplex.gateway.exchange import Exchange, encode
 from loraplex.gateway.openai_api import error_of
@@ -22,6 +23,7 @@ from loraplex_client import (
     AbortedError,
     AsyncClient,
     CancelledError,
+    Generation,
     LoraplexError,
     ResourceExhaustedError,
     Tls,
@@ -61,11 +63,23 @@ def make_client(routers: str, store: str, tls: Tls | None) -> AsyncClient:
     return AsyncClient(routers, store=store, api_key="", tls=tls, resume_attempts=0)
 
 
+class _LineCall(HttpCall):
+    """A line's call, whose pace learns how long its answer took."""
+
+    pace: LinePace
+
+    def finished(self, whole: Answered) -> Answered:
+        """Take a finished answer; returns it."""
+        if isinstance(whole, Generation):
+            self.pace.took(whole.timings.decode_s, whole.usage.completion_tokens)
+        return super().finished(whole)
+
+
 class LineCalls:
     """Makes the calls of a batch's lines."""
 
-    def __init__(self, cluster: Cluster, batch: str, endpoint: str, models: Mapping[str, str]) -> None:
-        self._gateway = Gateway(cluster, GatewayMetrics())
+    def __init__(self, cluster: Cluster, batch: str, endpoint: str, models: Mapping[str, str], pace: LinePace) -> None:
+        self._gateway, self._pace = Gateway(cluster, GatewayMetrics()), pace
         self._batch, self._endpoint, self._models = batch, endpoint, models
         self._spans = Spans()
 
@@ -85,7 +99,8 @@ class LineCalls:
         exchange = Exchange(scope, _nothing_comes, send)
         exchange.request_id = f"{self._batch}-{number}"
         span = RequestSpan(self._spans, exchange, self._endpoint, "")
-        call = HttpCall(exchange, self._gateway, encode(body), {}, self._batch, span)
+        call = _LineCall(exchange, self._gateway, encode(body), {}, self._batch, span)
+        call.pace = self._pace
         try:
             await HANDLERS[self._endpoint](call)
         except HttpError as error:

@@ -28,6 +28,9 @@ class RunnerSettings:
         variable=_STORE,
     )
     lines_at_once: int = setting("maximum lines of a batch that run at the same time", 32, least=1)
+    slowdown: float = setting(
+        "fewer lines run at once where a token takes so many times as long as with few lines", 1.1, above=1
+    )
     batches_at_once: int = setting("maximum batches that run at the same time; further ones wait", 8, least=1)
     drain_s: float = setting("seconds that running lines may take after SIGTERM", 5.0, least=0)
     tls_cert: str = setting(CERT_HELP, "")

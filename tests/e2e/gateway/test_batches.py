@@ -21,6 +21,7 @@ from loraplex.batches.v1.batches_pb2_grpc import BatchServiceStub
 from loraplex.batch_runner.app import lease_batch
 from loraplex.batch_runner.line_call import make_client, seed_of
 from loraplex.batch_runner.metrics import RunnerMetrics
+from loraplex.batch_runner.pace import LinePace
 from loraplex.contracts.options import SamplingParams
 from loraplex_client import AsyncClient, ResourceExhaustedError
 from loraplex_client.connection import AsyncConnection
@@ -191,7 +192,7 @@ async def run_here(cluster: Cluster, store: AsyncConnection) -> None:
     async with make_client(routers, cluster.local.store, None) as caller:
         run = await lease_batch(store, caller, RunnerMetrics())
         assert run is not None
-        await run.run(4)
+        await run.run(LinePace(4, 1.1))
 
 
 async def test_lines_that_had_no_time_are_in_the_file_of_errors(
