@@ -328,7 +328,8 @@ async def test_a_chat_with_the_tools_of_any_mcp_server_is_answered(client: Clien
             {"type": "function", "function": {"name": one["name"], "parameters": one["inputSchema"]}}
             for one in json.loads(path.read_text())
         ]
-        for choice in ("auto", "required")[number % every :: every]:
+        choices: Any = ("auto", "required")[number % every :: every]
+        for choice in choices:
             await client.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, max_tokens=9)
 
 
