@@ -180,7 +180,7 @@ def data(tmp_path: Path) -> Path:
 
 
 # Files whose tests run on each database, but for those that look into the directory.
-_ON_EACH = {"accounts", "adapters", "api_keys", "bases", "certificates", "expiry"}
+_ON_EACH = {"accounts", "adapters", "api_keys", "bases", "batches", "certificates", "expiry"}
 _ON_EACH |= {"find_revisions", "grants", "lists", "plans", "purge", "releases"}
 
 

@@ -13,6 +13,7 @@ from loraplex.batches.v1 import batches_pb2 as pb
 from loraplex.batches.v1 import batches_pb2_grpc
 
 from loraplex.adapter_store.app import Store
+from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
 from loraplex.batch_store import batches as batches_module
 from tests.adapter_store.conftest import metadata
 
@@ -172,3 +173,20 @@ async def test_pages_are_newest_first_and_begin_behind_a_batch(call: Caller) -> 
     assert (await call("ListBatches", tenant="other")).batches == []
     with pytest.raises(grpc.aio.AioRpcError, match="page_token: 'x' is not a batch of this list"):
         await call("ListBatches", page_token="x")
+
+
+async def test_a_purge_of_a_tenant_takes_its_files_and_batches(call: Caller, store: Store) -> None:
+    batch = await call.batch()
+    other = await call.upload(b"others", "other")
+    lease = await call("LeaseBatch")
+    await call.report(lease, total_count=2, models={"a": "a"}, results=[result(1)])
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        stub: Any = tenants_pb2_grpc.TenantServiceStub(channel)
+        purged = await stub.PurgeTenant(tenants_pb2.PurgeTenantRequest(tenant="acme"))
+    kinds = [name.split("/")[-2] for name in purged.removed]
+    assert (sorted(kinds), list(purged.left)) == (["batches", "blobs", "files"], [])
+    with pytest.raises(grpc.aio.AioRpcError, match="batch not found"):
+        await call.report(lease, results=[result(2)])
+    with pytest.raises(grpc.aio.AioRpcError, match="file not found"):
+        await call.download(batch.input_file)
+    assert await call.download(other.name, "other") == b"others"
