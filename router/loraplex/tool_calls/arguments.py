@@ -144,11 +144,15 @@ class _Rules:
         else:
             if part:
                 self._leave_out("type", at)
-            string, scalar = f"{rule}_string", '{"type": ["number", "boolean", "null"]}'
-            self._lines.append(f"{rule}: {string} | %json {scalar} | {rule}_list | {rule}_object")
-            self._lines.append(f'{rule}_list: "[" ({rule} ("," {rule})*)? "]"')
-            self._lines.append(f'{rule}_object: "{{" ({_ANY_KEY} ":" {rule} ("," {_ANY_KEY} ":" {rule})*)? "}}"')
-            self._add_option(string, {"type": "string"}, "")
+            anything, scalar = f"{rule}_any", '{"type": ["number", "boolean", "null"]}'
+            inner = {"array": f"{rule}_list", "object": f"{rule}_object"}.get(part.get("type", ""), anything)
+            self._lines.append(
+                f"{rule}: {inner}\n{anything}: {rule}_string | %json {scalar} | {rule}_list | {rule}_object"
+            )
+            self._lines.append(f'{rule}_list: "[" ({anything} ("," {anything})*)? "]"')
+            pair = f'{_ANY_KEY} ":" {anything}'
+            self._lines.append(f'{rule}_object: "{{" ({pair} ("," {pair})*)? "}}"')
+            self._add_option(f"{rule}_string", {"type": "string"}, "")
 
     def _add_literal(self, rule: str, part: Mapping[str, Any], at: str) -> None:
         """Add the rules of a literal: JSON, with Python's words and quotes where a value may be of such a type."""

@@ -6,6 +6,7 @@ The templates are short ones of this test, in the forms that the families' own h
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from loraplex.contracts.artifacts import ArtifactError
-from loraplex.contracts.artifacts.chat_formats import CALLS, CallFormat
+from loraplex.contracts.artifacts.chat_formats import CALLS, REASONING, CallFormat
 from loraplex.contracts.artifacts.peft_config import ChatSettings, parse_chat_settings
 from loraplex.contracts.grammars.build import json_grammar
 from loraplex.contracts.grammars.matching import compile_grammar, proof_vocabulary, read_vocabulary
@@ -31,6 +32,7 @@ from loraplex.router.text.file_tokenizer import FileTokenizer
 from loraplex.router.text.tokenizer import HashTokenizer
 from loraplex.runtime.rpc.errors import InvalidField
 from loraplex.tool_calls.values import json_of
+from tests.router.generation import test_tool_grammar
 from tests.router.generation.test_chat_reader import Told, read, told
 from tests.router.small_tokenizers import id_of, tokenizer_of
 
@@ -197,6 +199,74 @@ def test_a_grammar_takes_what_is_rendered_and_no_other_calls(family: str) -> Non
     for right, wrong in (("weather", "whether"), ("°C", "°K"), ("days", "day")):
         assert right in calls
         assert not takes(required, calls.replace(right, wrong)), wrong
+
+
+@pytest.mark.parametrize("family", TURNS)
+def test_every_call_of_a_random_model_is_read_and_keeps_to_its_schema(family: str) -> None:
+    # Random reasoning would not end.
+    chat = replace(asked(ToolMode.REQUIRED, template_args='{"thinking": false}'), tools=test_tool_grammar.TOOLS)
+    grammar = grammar_of(family, chat)
+    form, found = form_of(family, chat), 0
+    for seed in range(5):
+        text, ended = test_tool_grammar.answer(grammar, random.Random(seed), [], 400)
+        whole = read(form, [text])
+        found += len(whole.calls)
+        if ended:
+            assert whole.text.strip() == "", text
+            assert whole.calls, text
+            if family != "gemma4":  # whose objects and lists are enforced in their form alone
+                test_tool_grammar.check(whole.calls)
+    assert found >= 5
+
+
+# Pieces of formats and of answers.
+PIECES = [
+    "",
+    "<a>",
+    "</a>",
+    *'[](),:=|"{}^/é',
+    "\n",
+    " ",
+    '{"name": "',
+    '", "arguments": ',
+    "{id}",
+    "call ",
+    "<a",
+    "weather",
+]
+
+
+def drawn(rng: random.Random) -> dict[str, Any]:
+    """Return a format of calls that a tenant could write; most cannot be read."""
+    texts = iter(lambda: "".join(rng.choices(PIECES, k=rng.randrange(3))), None)
+    return {
+        "opens": [next(texts)], "closes": next(texts), "calls": [next(texts) for _ in range(3)],
+        "shared": rng.random() < 0.5, "call": [next(texts) for _ in range(3)],
+        "arguments": rng.choice(["json", "text", "literal"]), "argument": [next(texts) for _ in range(4)],
+        "quote": rng.choice(["", '<|"|>']), **({"keys": [["name"], ["arguments"]]} if rng.random() < 0.2 else {}),
+    }  # fmt: skip
+
+
+def test_a_format_of_anyone_s_making_reads_the_same_in_any_pieces_and_compiles() -> None:
+    seed, formats = 7, 0
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for number in range(400):
+        try:
+            calls = parse_chat_settings({"tool_calls": drawn(rng)}).tool_calls
+        except ArtifactError:
+            continue
+        assert isinstance(calls, CallFormat)
+        formats += 1
+        form = ChatFormat(calls, {"weather": {"city": frozenset({"string"})}}, rng.choice([None, *REASONING]))
+        words = [*PIECES, *calls.opens, calls.closes, *calls.calls, *calls.call, *calls.argument]
+        for _ in range(5):
+            text = "".join(rng.choices(words, k=rng.randrange(1, 20)))
+            assert read(form, [text]) == read(form, list(text)), (number, text)
+        template = ChatTemplate("x", calls=calls)
+        grammar = call_grammar(asked(ToolMode.REQUIRED), template, HashTokenizer(), ()).text
+        compile_grammar(proof_vocabulary(300, {}), grammar)
+    assert formats >= 30
 
 
 @cache
