@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check lint-room test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos batches ledger cancels compilations formats swaps releases upgrade release release-check rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
+.PHONY: help setup run secured check lint-room test nightly authz forged hostile fuzz smg lorax clients trainers evaluate operator chaos batches ledger cancels compilations formats swaps releases upgrade release release-check rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -182,6 +182,9 @@ lorax: $(STAMP) ## Install LoRAX's own client and test the HTTP gateway with it
 CLIENTS ?=
 clients: $(STAMP) ## Install client libraries of others and try each of them with a cluster's HTTP gateway
 	$(BIN)/python -m tests.trials.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
+
+trainers: $(STAMP) ## Install TRL; its clients push 20 steps and sample while a worker is killed, and peft scores every rollout
+	$(BIN)/python -m tests.trials.trainers
 
 # Each tool in an environment of its own. EVALUATE=lm_eval,guidellm,locust picks some.
 EVALUATE ?=

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from examples import raw_stub, structured
-from loraplex_client import Client, Decision, Question
+from loraplex_client import AsyncStoreClient, Client, Decision, InvalidRequestError, Question
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.tiny_models import TinyModel
 
@@ -77,6 +79,53 @@ async def test_requests_with_three_adapters_are_exact(
         assert answer == oracle.answer(prompt(number), 10 + number * 3, names[number % 4]), number
     assert len({answer[:6] for answer in answers}) >= 7, "the answers are not diverse"
     assert len({oracle.answer(prompt(4), 22, name) for name in names}) == 4, "the adapters do not matter"
+    await eventually(cluster.idle)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_rollouts_of_pushed_revisions_are_scored_by_peft(
+    cluster: Cluster, eventually: Eventually, oracle: TinyModel, tmp_path: Path
+) -> None:
+    """`make trainers` in small: log probabilities are those of what was sampled from, each at its own revision."""
+    import torch
+    from safetensors.torch import load, save, save_file
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper
+
+    shout = ADAPTERS["shout"]
+    config = json.loads((shout / "adapter_config.json").read_text())
+    weights = load((shout / "adapter_model.safetensors").read_bytes())
+    options: Any = {"temperature": 0.7, "top_k": 12, "max_tokens": 24, "logprobs": 3}
+    rollouts, cached = {}, []
+    async with AsyncStoreClient(cluster.local.store, TENANT) as store:
+        for version, factor in (("v0", 1.0), ("v1", 0.8)):
+            step = {name: tensor * factor for name, tensor in weights.items()}
+            pushed = await store.push_adapter(config, save(step), "policy", ttl_s=600)
+            (tmp_path / version).mkdir()
+            shutil.copy(shout / "adapter_config.json", tmp_path / version)
+            save_file(step, tmp_path / version / "adapter_model.safetensors")
+            name = f"policy@{pushed.revision.digest}"
+            rollouts[version] = cluster.client.generate_stream(
+                token_ids=prompt(9), adapter_id=name, seed=5, logprobs_mode="processed_logprobs", **options
+            )
+            await anext(rollouts[version])  # which runs while the next revision is pushed
+        with pytest.raises(InvalidRequestError, match=r"adapter_model\.safetensors"):
+            await store.push_adapter(config, save(step)[:-100], "policy", ttl_s=600)
+    with torch.inference_mode():
+        for version, stream in rollouts.items():
+            answer = await stream.result()
+            cached.append(answer.usage.cached_tokens)
+            oracle.peft.load_adapter(tmp_path / version, adapter_name=version)
+            oracle.peft.set_adapter(version)
+            ids, told = list(answer.choices[0].token_ids), answer.choices[0].logprobs
+            given = torch.tensor([[*prompt(9), *ids[:-1]]])
+            scores: Any = oracle.peft.double()(input_ids=given).logits[0, len(prompt(9)) - 1 :]
+            for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(12)):
+                scores = warper(given, scores)
+            truth = scores.log_softmax(-1)
+            for place, (one, token) in enumerate(zip(told, ids, strict=True)):
+                assert one.logprob == pytest.approx(float(truth[place, token]), abs=1e-4), (version, place)
+                assert all(float(truth[place, other]) > -torch.inf for other, _ in one.alternatives)
+    assert cached == [0, 0], "blocks of one revision serve another"
     await eventually(cluster.idle)
 
 
