@@ -294,7 +294,7 @@ def _table(report: Report) -> str:
         (
             f"{len(report.rollouts)} rollouts, {tokens} tokens, each scored by peft at its revision",
             f"log probabilities: at most {report.worst:.1e} from peft's in float64, {report.relative:.1e} of the score",
-            f"  {report.beyond} are more than {NEAR:g} away; peft's own in float32 are at most {report.rounding:.1e} away",
+            f"  {report.beyond} are more than {NEAR:g} away; peft's own in float32 at most {report.rounding:.1e}",
             f"  those of the revision before differ by {report.nearest:.1e} or more in each rollout",
             f"load of a saved step while others sample: {spread(report.loads)}",
             f"  with the first token: {spread(report.first_tokens)}; when nobody samples: {spread(report.idle)}",
