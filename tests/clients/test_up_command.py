@@ -129,7 +129,7 @@ async def test_a_secured_cluster_serves_keys_alone_and_stays_as_it_was(tmp_path:
             assert line, (await up.communicate())[1].decode()
         addresses = dict(word.split("=") for word in line.split()[1:])
         metrics = dict(word.split("=") for word in (await up.stdout.readline()).decode().split()[1:])
-        assert metrics.keys() == {"gateway", "router-1", "store", "worker-1"}
+        assert metrics.keys() == {"gateway", "runner", "router-1", "store", "worker-1"}
         answers = set[str]()
         while len(answers) < 2:
             if (line := (await up.stdout.readline()).decode()).startswith("["):
