@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from pathlib import Path
 
 from loraplex.batches.v1 import batches_pb2 as pb
 from loraplex.batches.v1 import batches_pb2_grpc
@@ -18,6 +19,7 @@ from loraplex.runtime.rpc.server import stop_signal
 from loraplex.runtime.rpc.tasks import unless_stopped
 from loraplex.runtime.telemetry.logging import LogOnce
 from loraplex.runtime.telemetry.metrics import serve_metrics
+from loraplex.runtime.tenancy.certificates import end_of
 from loraplex_client import AsyncClient, LoraplexError
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import AsyncConnection
@@ -109,6 +111,8 @@ async def run(settings: RunnerSettings) -> None:
     """Run batches until SIGTERM or SIGINT. Raises MetricsPortError before it begins."""
     stop, metrics = stop_signal(), RunnerMetrics()
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
+    if settings.tls_cert:
+        metrics.certificate_end.set_function(lambda: end_of(Path(settings.tls_cert).read_bytes()))
     runner = Runner(settings, metrics)
     metrics.health.set()
     print(f"ready runner={settings.store}{metrics.ready_word}", flush=True)
