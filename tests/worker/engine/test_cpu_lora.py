@@ -153,7 +153,7 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
-@pytest.mark.parametrize("dora", [False, True], ids=["plain", "DoRA"])
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["plain", "DoRA"])
 def test_tiles_give_few_rows_and_many_the_same_bits(products: int, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.worker.engine.lora.cpu.fastest_products", lambda *_: products)
     group = Group(torch.bfloat16, RANKS, dora=dora, sizes=TILE_SIZES)

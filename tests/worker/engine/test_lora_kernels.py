@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
     ("in_features", "widths", "max_rank", "dtype"),
     [
         (4096, (4096, 1024, 1024), 16, torch.bfloat16),
-        (17, (5, 3), 3, torch.float32),
+        pytest.param(17, (5, 3), 3, torch.float32, marks=pytest.mark.nightly),
     ],
 )
 def test_kernels_compile_for_sm_90(

@@ -120,7 +120,13 @@ def test_the_kernels_compile(capability: int) -> None:
 
 
 @pytest.mark.usefixtures("kept_compilations")
-@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16), (100, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (90, torch.bfloat16),
+        *(pytest.param(*form, marks=pytest.mark.nightly) for form in ((80, torch.float32), (100, torch.bfloat16))),
+    ],
+)
 def test_the_product_of_batch_invariance_compiles(capability: int, dtype: torch.dtype) -> None:
     from loraplex.worker.engine.decoder.invariant import multiply_call
 
