@@ -95,6 +95,7 @@ async def test_calls_at_the_same_time_share_a_reading() -> None:
         ({"template": "x" * 300_000}, "loraplex_chat.template: is larger than"),
         ({"tool_calls": "xml"}, "loraplex_chat.tool_calls: 'xml' is none of"),
         ({"tool_calls": {"opens": ["<a>"], "call": ["", 1, ""]}}, "loraplex_chat.tool_calls.call[1]: Expected `str`"),
+        ({"tool_calls": {"\ud800": 1}}, "loraplex_chat.tool_calls: has half of a surrogate pair"),
         ({"reasoning": "think"}, "loraplex_chat.reasoning: Expected `object`, got `str`"),
         ({"system_prompt": "\ud800"}, "loraplex_chat.system_prompt: has half of a surrogate pair"),
     ],

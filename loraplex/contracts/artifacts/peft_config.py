@@ -15,6 +15,7 @@ The field `loraplex_chat` has the chat settings of an adapter; a base model has 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections import Counter
@@ -244,17 +245,17 @@ def parse_chat_settings(value: Any) -> ChatSettings:
         field = f"{CHAT_FIELD}.{key}"[:200]
         if key not in names:
             raise MismatchError(field, f"is none of {', '.join(names)}")
-        if key == "reasoning" or (key == "tool_calls" and isinstance(text, dict)):
-            own[key] = parse_format(field, text, ReasoningFormat if key == "reasoning" else CallFormat)
-            continue
-        if not isinstance(text, str):
+        is_format = key == "reasoning" or (key == "tool_calls" and isinstance(text, dict))
+        if not (is_format or isinstance(text, str)):
             raise ArtifactError(field, "is not a text")
         try:
-            size = len(text.encode())
+            size = len((json.dumps(text, ensure_ascii=False) if is_format else text).encode())
         except UnicodeEncodeError:
             raise ArtifactError(field, "has half of a surrogate pair, which is no character") from None
         if size > _SETTING_BYTES:
             raise ArtifactError(field, f"is larger than {_SETTING_BYTES} bytes")
+        if is_format:
+            own[key] = parse_format(field, text, ReasoningFormat if key == "reasoning" else CallFormat)
     if isinstance(name := own.get("tool_calls", NO_CALLS), str) and name not in (*CALLS, NO_CALLS):
         raise MismatchError(f"{CHAT_FIELD}.tool_calls", f"{name!r} is none of {', '.join((*CALLS, NO_CALLS))}")
     return ChatSettings(**own)

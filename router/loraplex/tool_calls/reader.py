@@ -188,7 +188,8 @@ class CallReader(NoCalls):
         finder = MarkFinder((behind, *broken))
         self._tell_arguments('"')
         while not finder.mark:
-            self._tell_arguments(json.dumps(finder.push((yield from self.one())), ensure_ascii=False)[1:-1])
+            text = finder.push((yield from self.one()))
+            self._tell_arguments(text if text.isalnum() else json.dumps(text, ensure_ascii=False)[1:-1])
         self._tell_arguments('"')
         return ""
 
