@@ -31,6 +31,23 @@ class JsonMessage(TypedDict, total=False):
     content: Required[list[JsonPart | Part]]
 
 
+class CustomCall(TypedDict, total=False):
+    """A call of a tool that takes a text."""
+
+    type: Required[Literal["custom_tool_call"]]
+    call_id: Required[str]
+    name: Required[str]
+    input: Required[str]
+
+
+class CustomResult(TypedDict, total=False):
+    """The result of such a call."""
+
+    type: Required[Literal["custom_tool_call_output"]]
+    call_id: Required[str]
+    output: Required[str | list[Part]]
+
+
 class Predicate(TypedDict, total=False):
     """Whether a statement about the input is true."""
 
@@ -75,7 +92,7 @@ class DecisionRequest(TypedDict, total=False):
     """Body of a request to /v1/decisions."""
 
     model: Required[str]
-    input: Required[str | list[JsonMessage | Item]]
+    input: Required[str | list[JsonMessage | CustomCall | CustomResult | Item]]
     questions: Required[list[Predicate | Choice | Score]]
     prompt_cache_key: str | None
     prompt_cache_options: dict[str, Any] | None
@@ -103,7 +120,9 @@ class SystemOneRequest(TypedDict, total=False):
     calibrated: bool | None
 
 
-DECISION = Body(DecisionRequest, [*LENIENT, MessageItem, JsonMessage, FunctionCall, FunctionResult])
+DECISION = Body(
+    DecisionRequest, [*LENIENT, MessageItem, JsonMessage, FunctionCall, FunctionResult, CustomCall, CustomResult]
+)
 SYSTEM_ONE = Body(SystemOneRequest)
 
 
@@ -122,6 +141,17 @@ def _with_text(content: Any) -> Any:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": _as_text(one["data"])} if one["type"] == "input_json" else one for one in content]
+
+
+def _readable(item: Any) -> Any:
+    """Return an item whose parts are text, as a message or a function's call or result."""
+    match item.get("type"):
+        case "custom_tool_call":
+            called = {"call_id": item["call_id"], "name": item["name"]}
+            return {"type": "function_call", **called, "arguments": json.dumps({"input": item["input"]})}
+        case "custom_tool_call_output":
+            return {"type": "function_call_output", "call_id": item["call_id"], "output": item["output"]}
+    return {**item, "content": _with_text(item["content"])} if "content" in item else item
 
 
 def _instructions(at: str, question: Mapping[str, Any]) -> str:
@@ -209,8 +239,7 @@ async def decisions(call: HttpCall) -> None:
     request = await call.read(DECISION)
     given = request["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    items = [{**item, "content": _with_text(item["content"])} if "content" in item else item for item in items]
-    chat = conversation({}, [], items)
+    chat = conversation({}, [], [_readable(item) for item in items])
     asked = [_question(index, question) for index, question in enumerate(request["questions"])]
     call.exchange.names = _NAMES
     answer = await _decide(call, request, chat.messages, asked)
@@ -256,6 +285,8 @@ def _answer(question: Mapping[str, Any], decision: Decision) -> dict[str, Any]:
 
 async def system_one(call: HttpCall) -> None:
     """Answer named questions about a state with probabilities. Raises HttpError, LoraplexError."""
+    if call.exchange.headers.get("content-type", "").startswith("multipart/"):
+        raise invalid("assets", "no images are read; send JSON whose state and questions are text")
     request = await call.read(SYSTEM_ONE)
     questions = {name: _named_question(name, question) for name, question in request["questions"].items()}
     paths = [f"questions.{name}".replace("\\", r"\\") for name in questions]

@@ -201,3 +201,35 @@ async def test_system_one_s_questions_may_be_json_and_criteria_alone(cluster: Cl
     for name, decision in zip(("team", "anger"), own.decisions[1:], strict=True):
         assert answer["answers"][name]["probabilities"] == decision.probabilities
     assert answer["answers"]["anger"]["legend"] == {"0": {"calm": 1}, "1": "angry"}
+
+
+async def test_every_text_of_openai_s_schema_is_read(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    call = {"call_id": "c1", "name": "look_up"}
+    items: Any = [
+        {"role": "system", "content": [{"type": "input_text", "text": "Be fair.", **mark}]},
+        {"role": "user", "type": "message", "content": [{"type": "input_json", "data": [1], **mark}]},
+        {"role": "assistant", "phase": "commentary", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "arguments": "{}", **call},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "found", **mark}]},
+        {"type": "custom_tool_call", "input": "order 7", "name": "look_up", "call_id": "c2"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "late"},
+        {"role": "user", "content": "Well?"},
+    ]
+    parts = [{"type": "input_text", "text": "Which of"}, {"type": "input_json", "data": {"these": 1}}]
+    question: Any = {"type": "predicate", "instructions": parts}
+    answer = await client.decisions.create(
+        model="hash",
+        input=items,
+        questions=[question],
+        prompt_cache_key="k",
+        safety_identifier="s",
+        prompt_cache_options={"mode": "explicit"},
+    )
+    assert answer.answers[0].type == "predicate"
+    image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.content\[0\]"):
+        await client.decisions.create(model="hash", input=image, questions=[question])
+    form = b'--x\r\nContent-Disposition: form-data; name="request"\r\n\r\n{}\r\n--x--'
+    status, refused = await ask(cluster, "POST", "/v1/systemone", form, "multipart/form-data; boundary=x")
+    assert (status, refused["error"]["param"]) == (400, "assets")
