@@ -1,9 +1,9 @@
 """Linear layers by rows, against what the processor can do: `python -m bench.kernels [--quick] [--json FILE]`.
 
 One layer of qwen2-0.4b's MLP, over more weights than a cache holds, in float32, in the dtype that is picked for
-bfloat16 (auto), over int8 and over int4, in turn with the ceilings. The least time of a layer is that of reading its
-weights or that of its products by the widest instruction of their dtype: of codes, whose inputs are not rounded, that
-of bfloat16.
+bfloat16 (auto), over int8, int8-dynamic and int4, in turn with the ceilings. The least time of a layer is that of
+reading its weights or that of its products by the widest instruction of their dtype: of codes, whose inputs are not
+rounded, that of bfloat16.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bench.ceilings import CeilingMeter, CeilingSize, arithmetic_per_s
 from bench.command import run_command
 from bench.report import Aim, Report, progress
 from loraplex.contracts.artifacts.quantization import parse_quantization
+from loraplex.worker.engine.device import dtype_name
 from loraplex.worker.engine.linear.layouts import laid_out
 from loraplex.worker.engine.quantized.layers import QuantizedLinear
 from loraplex.worker.engine.quantized.weight import quantize_weight
@@ -27,6 +28,7 @@ from loraplex.worker.engine.quantized.weight import quantize_weight
 _AIMED = (1, 8, 32, 512)
 AIMS = {
     **{f"int8_over_bfloat16_{rows}": Aim(at_least=1.2) for rows in _AIMED},
+    **{f"int8_dynamic_over_bfloat16_{rows}": Aim(at_least=1.2) for rows in _AIMED},
     **{f"auto_of_ceiling_{rows}": Aim() for rows in _AIMED},
     "int8_instruction_over_bfloat16": Aim(),
 }
@@ -48,9 +50,10 @@ QUICK = Setup(outputs=1024, weights_bytes=8 * 2**20, rounds=2)
 
 @dataclass(frozen=True)
 class Form:
-    """A form of the layer: its dtype of inputs, the layers of a pass, and the bytes of a layer's weight."""
+    """A form of the layer: the dtypes of inputs and of products, the layers of a pass, the bytes of one weight."""
 
     dtype: torch.dtype
+    products: str
     layers: Sequence[Callable[[Tensor], Tensor]]
     weight_bytes: int
 
@@ -101,13 +104,15 @@ def _forms(setup: Setup) -> Mapping[str, Form]:
     forms = {}
     for name, dtype in (("float32", torch.float32), ("auto", torch.bfloat16)):
         linear = plain.to(dtype)
-        forms[name] = Form(dtype, [_layer(linear, dtype) for _ in range(count)], linear.weight.nbytes)
-    for name in ("int8", "int4"):
+        layers = [_layer(linear, dtype) for _ in range(count)]
+        forms[name] = Form(dtype, dtype_name(dtype), layers, linear.weight.nbytes)
+    for name in ("int8", "int8-dynamic", "int4"):
         scheme = parse_quantization(name)
         assert scheme is not None, "the name of a scheme"
         codes = QuantizedLinear(quantize_weight(weight, scheme))
         layers = [_layer(codes, torch.bfloat16) for _ in range(count)]
-        forms[name] = Form(torch.bfloat16, layers, scheme.weight_bytes(outputs, columns))
+        products = "int8" if scheme.dynamic else "bfloat16"
+        forms[name] = Form(torch.bfloat16, products, layers, scheme.weight_bytes(outputs, columns))
     return forms
 
 
@@ -129,8 +134,8 @@ def _report(
 
     def of_ceiling(name: str, rows: int) -> float:
         form = forms[name]
-        arithmetic = wide["float32" if form.dtype == torch.float32 else "bfloat16"]
-        return max(form.weight_bytes / bytes_per_s, operations[rows] / arithmetic) / min(taken[name, rows])
+        least_s = max(form.weight_bytes / bytes_per_s, operations[rows] / wide[form.products])
+        return least_s / min(taken[name, rows])
 
     table = [
         {"rows": str(rows)}
@@ -142,7 +147,11 @@ def _report(
     ]
     ceilings = {"memory, GB/s": bytes_per_s / 1e9} | {f"{dtype}, GFLOP/s": rate / 1e9 for dtype, rate in wide.items()}
     aimed = [rows for rows in _AIMED if rows in setup.rows]
-    ratios = {f"int8_over_bfloat16_{rows}": _ratio(taken["auto", rows], taken["int8", rows]) for rows in aimed}
+    ratios = {
+        f"{name.replace('-', '_')}_over_bfloat16_{rows}": _ratio(taken["auto", rows], taken[name, rows])
+        for name in ("int8", "int8-dynamic")
+        for rows in aimed
+    }
     ratios |= {f"auto_of_ceiling_{rows}": of_ceiling("auto", rows) for rows in aimed}
     return Report(
         name="kernels",

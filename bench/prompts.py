@@ -1,9 +1,10 @@
 """Prompts on the CPU, alone and beside decodes: `python -m bench.prompts [--quick] [--json FILE] [--peer FOLDER]`.
 
 Tokens of prompts a second, from the arrival of a run's prompts to the last one's first answered token, by their length,
-without adapters and with 8, in float32, in the dtype that is picked for a bfloat16 model, and over int8 weights. With
-`--peer FOLDER` vLLM's CPU build, which is installed in that folder, answers the same prompts without adapters in each
-of its dtypes (bench.quantized has it with adapters). The peak memory is that of a process of its own.
+without adapters and with 8, in float32, in the dtype that is picked for a bfloat16 model, and over weights of 8 bits,
+with inputs rounded or not. With `--peer FOLDER` vLLM's CPU build, which is installed in that folder, answers the same
+prompts without adapters in each of its dtypes (bench.quantized has it with adapters). The peak memory is that of a
+process of its own.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ AIMS = {
     "prompt_over_vllm_best_64": Aim(),
     "prompt_over_vllm_best_4096": Aim(),
     "int8_prompt_over_vllm_best": Aim(),
+    "int8_over_bfloat16": Aim(at_least=1.2),
+    "int8_dynamic_over_bfloat16": Aim(at_least=1.2),
     "prompt_of_ceiling": Aim(at_least=0.5),
     "mixed_prompt_over_base": Aim(at_least=0.85),
     "beside_decodes_over_alone": Aim(),
@@ -44,7 +47,12 @@ AIMS = {
     "int8_peak_over_weights_mb": Aim(at_most=300),
 }
 # Ours: the dtype and the scheme of quantization.
-_FORMS = {"float32": ("float32", ""), "auto": ("auto", ""), "int8": ("auto", "int8")}
+_FORMS = {
+    "float32": ("float32", ""),
+    "auto": ("auto", ""),
+    "int8": ("auto", "int8"),
+    "int8-dynamic": ("auto", "int8-dynamic"),
+}
 # Tokens that a decode beside prompts may answer: more than there are steps until the prompts end.
 _ENDLESS = 1000
 _DECODES, _DECODES_PROMPT = 8, 16
@@ -239,6 +247,8 @@ def ratios_of(setup: Setup, rounds: Rounds, meter: CeilingMeter) -> dict[str, fl
         "prompt_over_vllm_best_64": (_name(64, "auto"), best(64)),
         "prompt_over_vllm_best_4096": (_name(4096, "auto"), best(4096)),
         "int8_prompt_over_vllm_best": (_name(tokens, "int8"), best(tokens)),
+        "int8_over_bfloat16": (_name(tokens, "int8"), base),
+        "int8_dynamic_over_bfloat16": (_name(tokens, "int8-dynamic"), base),
         "mixed_prompt_over_base": (_name(tokens, "auto", _MIXED), base),
         "beside_decodes_over_alone": (_name(tokens, "auto", where=_BESIDE), base),
     }

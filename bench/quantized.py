@@ -1,9 +1,9 @@
 """Quantized bases and layouts of linear layers on the CPU: `python -m bench.quantized [--quick] [--json FILE]`.
 
 Decode: as many requests as rows, timed from the moment that all prompts are computed; the unquantized layouts one by
-one, the one that is picked at start-up, int8 and int4. Requests: prompts and answers of uneven length, our engine and,
-with `--peer FOLDER`, vLLM's CPU build in each of its dtypes, which is installed in that folder, without adapters and
-with 8. What is compared runs in turn.
+one, the one that is picked at start-up, int8 and int4; by rows, both schemes of 8 bits beside bfloat16. Requests:
+prompts and answers of uneven length, our engine and, with `--peer FOLDER`, vLLM's CPU build in each of its dtypes,
+which is installed in that folder, without adapters and with 8. What is compared runs in turn.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from bench.workload import Request, Workload
 from loraplex.kernels.tiles import can_use_tiles
 
 ADAPTERS, RANK = 8, 16
+# Rows of decodes over 8 bits beside those of bfloat16, and the names of their schemes in ratios.
+_ROWS, _CODES = (1, 8, 32), {"int8": "int8", "int8_dynamic": "int8-dynamic"}
 AIMS = {
     "int8_over_best": Aim(at_least=1.6),
     "int4_over_best": Aim(at_least=2.2),
+    **{f"{name}_over_bfloat16_{rows}": Aim(at_least=1.2) for name in _CODES for rows in _ROWS},
     "int8_of_limit": Aim(at_least=0.7),
     "int8_of_limit_with_one_row": Aim(),
     "auto_over_worst": Aim(),
@@ -102,6 +105,8 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         with ExitStack() as stack:
             rounds.run(_decodes(setup, stack, model), setup.rounds, between=meter.measure)
         with ExitStack() as stack:
+            rounds.run(_decodes_by_rows(setup, stack, model), setup.rounds)
+        with ExitStack() as stack:
             rounds.run(_base_requests(setup, stack, model, peer), setup.rounds)
         with ExitStack() as stack:
             rounds.run(_mixed_requests(setup, stack, model, adapters, peer), setup.rounds)
@@ -130,6 +135,23 @@ def _decodes(setup: Setup, stack: ExitStack, model: Path) -> list[Case]:
     cases = [case(f"decode, {layout.name}", layout.dtype, layout=layout.name) for layout in LAYOUTS]
     quantized = [case(_INT8, "auto", "int8"), case(_INT4, "auto", "int4"), case(_INT8_ROW, "auto", "int8", rows=1)]
     return [*cases, case(_AUTO, "auto"), *quantized]
+
+
+def _decodes_by_rows(setup: Setup, stack: ExitStack, model: Path) -> list[Case]:
+    """Start an engine in bfloat16 and over each scheme of 8 bits, and return the cases of few and of many rows."""
+
+    def case(scheme: str, engine: Answers, rows: int) -> Case:
+        return Case(_by_rows(scheme, rows), lambda number: engine.run(setup.decodes(number, rows, setup.tokens)))
+
+    engines = {
+        scheme: stack.enter_context(Isolated(partial(decoding, model, max(_ROWS), "auto", scheme, None)))
+        for scheme in ("", *_CODES.values())
+    }
+    return [case(scheme, engine, rows) for rows in _ROWS for scheme, engine in engines.items()]
+
+
+def _by_rows(scheme: str, rows: int) -> str:
+    return f"decode of {rows} rows, {scheme or 'bfloat16'}"
 
 
 def _base_requests(setup: Setup, stack: ExitStack, model: Path, peer: Path | None) -> list[Case]:
@@ -189,7 +211,12 @@ def _ratios(setup: Setup, rounds: Rounds, meter: BandwidthMeter) -> dict[str, fl
         "mixed_over_vllm_best": (_MIXED, vllm_mixed),
         "int8_mixed_over_vllm_best": (_INT8_MIXED, vllm_mixed),
     }
-    ratios = {key: rounds.ratio(ours, other) for key, (ours, other) in pairs.items() if ours and other}
+    of_bytes = {
+        f"{name}_over_bfloat16_{rows}": (_by_rows(scheme, rows), _by_rows("", rows))
+        for name, scheme in _CODES.items()
+        for rows in _ROWS
+    }
+    ratios = {key: rounds.ratio(ours, other) for key, (ours, other) in (pairs | of_bytes).items() if ours and other}
     return ratios | {
         "int8_of_limit": rounds.tokens_per_s(_INT8) / (setup.rows * steps_per_s),
         "int8_of_limit_with_one_row": rounds.tokens_per_s(_INT8_ROW) / steps_per_s,

@@ -12,7 +12,7 @@ from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, quantized_digest
 
-NAMES = ("int8", "int8-zero-point", "int4", "int4-64", "int4-128", "fp8")
+NAMES = ("int8", "int8-zero-point", "int8-dynamic", "int4", "int4-64", "int4-128", "fp8")
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{name}+embeddings" for name in NAMES)])
@@ -25,7 +25,9 @@ def test_names_read_back_what_they_print(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int2", "int4-", "int8+embeddings+embeddings", "+embeddings", "INT8"])
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ArtifactError, match=r"^--quantize: '.*' is not one of int8, int8-zero-point, int4, "):
+    with pytest.raises(
+        ArtifactError, match=r"^--quantize: '.*' is not one of int8, int8-zero-point, int8-dynamic, int4, "
+    ):
         parse_quantization(name)
     assert parse_quantization("") is None
 
@@ -34,11 +36,14 @@ def test_groups_of_32_have_a_second_name() -> None:
     assert parse_quantization("int4-32+embeddings") == parse_quantization("int4+embeddings")
 
 
-def test_fp8_needs_cuda() -> None:
+def test_a_scheme_of_one_kind_of_device_needs_it() -> None:
     check_device(parse_quantization("fp8"), "cuda:1")
     check_device(parse_quantization("int4"), "cpu")
     with pytest.raises(ArtifactError, match="fp8 needs a CUDA device"):
         check_device(parse_quantization("fp8"), "cpu")
+    check_device(parse_quantization("int8-dynamic"), "cpu")
+    with pytest.raises(ArtifactError, match="int8-dynamic needs a CPU"):
+        check_device(parse_quantization("int8-dynamic"), "cuda")
 
 
 @pytest.mark.parametrize(

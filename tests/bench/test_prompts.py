@@ -54,7 +54,7 @@ def test_prompts_are_timed_and_the_decodes_beside_them_are_not(engine: PromptEng
 @pytest.mark.model
 def test_the_faster_dtype_of_the_peer_counts() -> None:
     setup = Setup(TINY, (Prompts(64, 1, 1, 1), Prompts(512, 1, 1, 1)), ceilings=CeilingSize(2**20, 8))
-    speeds = {"auto": 300, "auto, 8 adapters": 270, "auto, beside decodes": 150, "int8": 240}
+    speeds = {"auto": 300, "auto, 8 adapters": 270, "auto, beside decodes": 150, "int8": 240, "int8-dynamic": 450}
     speeds |= {"vLLM float32": 100, "vLLM bfloat16": 200}
     rounds, meter = Rounds(), CeilingMeter(setup.ceilings)
 
@@ -68,6 +68,8 @@ def test_the_faster_dtype_of_the_peer_counts() -> None:
     assert ratios == {
         "prompt_over_vllm_best": 1.5,
         "int8_prompt_over_vllm_best": 1.2,
+        "int8_over_bfloat16": 0.8,
+        "int8_dynamic_over_bfloat16": 1.5,
         "mixed_prompt_over_base": 0.9,
         "beside_decodes_over_alone": 0.5,
     }

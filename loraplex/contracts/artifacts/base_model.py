@@ -259,7 +259,11 @@ def _check_scheme(scheme: StoredScheme | None, quantize: Quantization | None, mo
     """Return a checkpoint's own scheme. Raises ArtifactError for one that is not served, or not the one wanted."""
     if scheme is not None and model_type in ENCODERS:
         raise ArtifactError(CONFIG_FILE, "quantization_config: encoders are read unquantized; use the original model")
-    if quantize is not None and model_type in ENCODERS and (quantize.bits != 8 or quantize.floating):
+    if (
+        quantize is not None
+        and model_type in ENCODERS
+        and (quantize.bits != 8 or quantize.floating or quantize.dynamic)
+    ):
         raise ArtifactError("--quantize", f"{quantize}: encoders are quantized to int8 or int8-zero-point alone")
     if scheme is not None and quantize is not None and str(scheme) != str(quantize):
         raise ArtifactError("--quantize", f"{quantize}: the model is quantized already, in {scheme}")

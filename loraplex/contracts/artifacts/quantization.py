@@ -2,6 +2,7 @@
 
     int8              a scale for each output          int4, int4-64, int4-128  scale and zero for 32, 64 or 128 columns
     int8-zero-point   a scale and a zero for each      fp8                      8 bits of floating point, on CUDA
+    int8-dynamic      int8, inputs rounded to 8 bits, a scale for 128 columns of each row, on a CPU
 
 The inner linear layers are quantized; with `+embeddings`, as in `int8+embeddings`, so are token embeddings and output
 head. A weight X of a quantized checkpoint is made up of these tensors:
@@ -30,9 +31,10 @@ from loraplex.contracts.artifacts.checkpoint import Checkpoint, TensorInfo
 from loraplex.contracts.artifacts.names import is_digest, sha256_json
 
 FLAG_HELP = (
-    "int8, int8-zero-point, int4, int4-64, int4-128 or fp8 (CUDA); +embeddings: these too; empty: as the files are"
+    "int8, int8-zero-point, int8-dynamic (CPU), int4, int4-64, int4-128 or fp8 (CUDA); +embeddings: these too; "
+    "empty: as the files are"
 )
-_EMBEDDINGS = "+embeddings"
+_EMBEDDINGS, _DYNAMIC = "+embeddings", "-dynamic"
 # Columns of a group of `int4`: with more the shipped model loses over 3% of perplexity: docs/results/quantization.md.
 _INT4_GROUP = 32
 # Bytes of a scale and of a zero point: bfloat16 and a byte for 4 bits with zero points, else float32.
@@ -61,19 +63,25 @@ _PARTS = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A scheme of weights. `group` is the number of columns that share a scale; 0: all columns of an output do."""
+    """A scheme of weights. `group` is the number of columns that share a scale; 0: all columns of an output do.
+
+    `dynamic`: inputs are rounded too, to 8 bits.
+    """
 
     bits: int
     symmetric: bool
     group: int = 0
     floating: bool = False
     embeddings: bool = False
+    dynamic: bool = False
 
     def __str__(self) -> str:
         """Return the scheme's name, as on command lines; a checkpoint may have one that has no name there."""
         name = "fp8" if self.floating else f"int{self.bits}"
         if self.bits == 8 and not self.symmetric:
             name += "-zero-point"
+        if self.dynamic:
+            name += _DYNAMIC
         if self.bits == 4 and self.symmetric:
             name += "-symmetric"
         if self.group != (_INT4_GROUP if self.bits == 4 else 0):
@@ -88,7 +96,7 @@ class Quantization:
             "group": self.group,
             "floating": self.floating,
             "embeddings": self.embeddings,
-        }
+        } | ({"inputs": "int8, groups of 128"} if self.dynamic else {})
         # Scales were float32 before, and zero points whole codes: other weights of the same scheme.
         return fields | {"scales": "bfloat16", "zeros": "eighths"} if self.bits == 4 else fields
 
@@ -105,6 +113,7 @@ class Quantization:
 _SCHEMES = {
     "int8": Quantization(8, symmetric=True),
     "int8-zero-point": Quantization(8, symmetric=False),
+    "int8-dynamic": Quantization(8, symmetric=True, dynamic=True),
     "int4": Quantization(4, symmetric=False, group=_INT4_GROUP),
     "int4-64": Quantization(4, symmetric=False, group=64),
     "int4-128": Quantization(4, symmetric=False, group=128),
@@ -127,8 +136,11 @@ def parse_quantization(text: str, field: str = "--quantize") -> Quantization | N
 
 def check_device(scheme: Quantization | None, device: str) -> None:
     """Check that a device computes with a scheme. Raises ArtifactError."""
-    if scheme is not None and scheme.floating and device.partition(":")[0] != "cuda":
+    on_cuda = device.partition(":")[0] == "cuda"
+    if scheme is not None and scheme.floating and not on_cuda:
         raise ArtifactError("--quantize", f"{scheme} needs a CUDA device (--device cuda); on the CPU use int8")
+    if scheme is not None and scheme.dynamic and on_cuda:
+        raise ArtifactError("--quantize", f"{scheme} needs a CPU (--device cpu); on CUDA use int8")
 
 
 def calibrated_name(scheme: Quantization, bits: float) -> str:
@@ -259,10 +271,10 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> StoredScheme:
     main, others = _schemes_of(groups)
     if named and not named.startswith(str(main)):
         raise _refused("loraplex.quantization", f"{named} is not the scheme of config_groups")
-    embeddings = named.endswith(_EMBEDDINGS)
+    copied = replace(main, embeddings=named.endswith(_EMBEDDINGS), dynamic=_DYNAMIC in named)
     return StoredScheme(
         Method.COMPRESSED_TENSORS,
-        replace(main, embeddings=embeddings),
+        copied,
         original,
         others=others,
         name=named,

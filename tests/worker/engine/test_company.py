@@ -29,12 +29,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "int8-dynamic": {"dtype": "bfloat16", "quantize": "int8-dynamic"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
     "KV cache in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "two ranks": {"dtype": "bfloat16", "tensor_parallel": 2},
 }
 # Kinds of `make test`.
-OFTEN = ("bfloat16", "int4")
+OFTEN = ("bfloat16", "int8-dynamic", "int4")
 # Blocks for all, and blocks so few that sequences are preempted; a step takes all of a prompt, or parts of it.
 ALONE: dict[str, Any] = {"rows": 1, "kv_blocks": 60, "block_size": 16, "step_tokens": 512}
 BATCHES: Sequence[dict[str, Any]] = (

@@ -9,6 +9,9 @@ when all rows are converted, for each task (some panels), taken by the next free
 
 Zero points of 4 bits have fractions: codes and zero points are multiplied by INT4_SCALE, and scales are divided by it.
 
+With activations of 8 bits q is at most 127 in size. Where the processor has vpdpbusd, which multiplies four pairs,
+codes are uint8 then: zero is CODE_OFFSET, and scale * (all segments) is computed last.
+
 The inner sums are of integers, and exact. One instruction multiplies and adds two pairs, twice what float32 does. What
 is lost is the rounding of x to 16 bits beside the largest of its segment; bfloat16 keeps 8.
 """
@@ -19,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import carray
+from numba import carray, types
 from numba.core import cgutils
 
 from loraplex.kernels import weight_vectors
@@ -27,6 +30,7 @@ from loraplex.kernels.compilation import Kernel, compile_kernel
 from loraplex.kernels.llvm import (
     CONTRACT,
     F32,
+    I8,
     I16,
     I32,
     I64,
@@ -49,10 +53,12 @@ from loraplex.kernels.llvm import (
 )
 from loraplex.kernels.weight_vectors import (
     AHEAD,
+    CODE_OFFSET,
     FORMATS,
     HALVES,
     LAYER_INTEGERS,
     PANEL,
+    UINT8,
     ZERO_STEP,
     TileSums,
     V,
@@ -65,8 +71,8 @@ from loraplex.kernels.weight_vectors import (
     write_row,
 )
 
-# Largest number of the fixed point.
-_LARGEST = 32767.0
+# Largest number of the fixed point, by the bits of activations.
+_LARGEST = {8: 127.0, 16: 32767.0}
 # A segment whose numbers are all below this counts as zeros: their inverse would not be finite.
 _SMALLEST = 1e-30
 
@@ -77,15 +83,16 @@ def to_fixed(b, p, x, q, factors):
 
     Numbers that are not finite make the factor not a number, and with it all outputs of the row.
     """
-    kind = p.constant("of_kind")
-
+    kind, of_bytes = p.constant("of_kind"), p.constant("of_format") == UINT8
+    largest = ir.Constant(F32, _LARGEST[p.constant("of_bits")])
     sums_of_q = p.load("sums_of_q")
     with each_segment(b, p) as (first, stop, number):
         size, check = _measure(b, kind, x, first, stop)
-        total = _convert(b, kind, x, q, first, stop, b.fdiv(ir.Constant(F32, _LARGEST), size))
+        total = _convert(b, kind, x, q, first, stop, b.fdiv(largest, size), I8 if of_bytes else I16)
         at = b.add(factors, b.mul(number, int64(4)))
-        store(b, b.fadd(b.fdiv(size, ir.Constant(F32, _LARGEST)), check), at, 0, 4)
-        store(b, _as_pair(b, total), b.add(at, sums_of_q), 0, 4)
+        store(b, b.fadd(b.fdiv(size, largest), check), at, 0, 4)
+        less = b.mul(total, ir.Constant(I32, -CODE_OFFSET)) if of_bytes else _as_pair(b, total)
+        store(b, less, b.add(at, sums_of_q), 0, 4)
 
 
 def _measure(b: Any, kind: int, x: Any, first: Any, stop: Any) -> tuple[Any, Any]:
@@ -102,11 +109,11 @@ def _measure(b: Any, kind: int, x: Any, first: Any, stop: Any) -> tuple[Any, Any
     greatest = _reduce(b, "fmax", b.load(largest), F32)
     some = b.fcmp_ordered(">", greatest, ir.Constant(F32, _SMALLEST))
     zero = _reduce(b, "fadd", b.load(check), F32, ir.Constant(F32, 0.0))
-    return b.select(some, greatest, ir.Constant(F32, _LARGEST)), zero
+    return b.select(some, greatest, ir.Constant(F32, 1.0)), zero
 
 
-def _convert(b: Any, kind: int, x: Any, q: Any, first: Any, stop: Any, inverse: Any) -> Any:
-    """Write q of a segment; return its sum."""
+def _convert(b: Any, kind: int, x: Any, q: Any, first: Any, stop: Any, inverse: Any, of: Any) -> Any:
+    """Write q of a segment as integers of the type `of`; return its sum."""
     total = cgutils.alloca_once_value(b, vector_of(I32, 0, V))
     b.store(vector_of(I32, 0, V), total)
     factor = broadcast(b, inverse, V)
@@ -114,7 +121,8 @@ def _convert(b: Any, kind: int, x: Any, q: Any, first: Any, stop: Any, inverse: 
         bits = b.bitcast(b.fadd(b.fmul(value, factor), vector_of(F32, ROUNDING, V)), vector_type(I32, V))
         whole = b.sub(bits, vector_of(I32, ROUNDING_BITS, V))
         b.store(b.add(b.load(total), whole), total)
-        store(b, b.trunc(whole, vector_type(I16, V)), b.add(q, b.mul(index, int64(2))), 0, 2)
+        size = of.width // 8
+        store(b, b.trunc(whole, vector_type(of, V)), b.add(q, b.mul(index, int64(size))), 0, size)
     return _reduce(b, "add", b.load(total), I32)
 
 
@@ -136,8 +144,22 @@ _SUM_OF_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"
 # Minimum columns that one pass of a tile's loop adds; a segment has whole passes, see COLUMNS_STEP. With AVX-512 as few
 # as can be: of several sums in a row LLVM makes two instructions each, where the processor has one.
 _PASS_COLUMNS = 8 if V == 8 else 2
-# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside the codes of four columns.
-TILE_ROWS = 4
+# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside the codes of four columns; of products
+# of bytes, AVX-512's 32.
+_TILE_ROWS, _TILE_ROWS_OF_BYTES = 4, 12
+# Columns that one pass adds by products of bytes: a segment has whole passes.
+_BYTES_STEP = 16
+
+
+def tile_rows_of(format_name: str) -> int:
+    """Return the maximum rows of a tile."""
+    return _TILE_ROWS_OF_BYTES if FORMATS[format_name] == UINT8 else _TILE_ROWS
+
+
+@emits(types.int64)
+def most_rows(b, p):
+    """Return the maximum rows of a tile."""
+    return int64(_TILE_ROWS_OF_BYTES if p.constant("of_format") == UINT8 else _TILE_ROWS)
 
 
 @emits()
@@ -147,8 +169,10 @@ def multiply(b, p, count, q, factors, weights, scales, next_weights, sums):
     `factors` are the factors of the rows' segments, and behind them, at `sums_of_q`, the sums of their q. Meanwhile
     this tile's part of the next panel's weights is fetched to the cache, from `next_weights` on.
     """
-    for rows in cases(b, count, range(1, TILE_ROWS + 1)):
-        _multiply_rows(b, p, rows, q, factors, weights, scales, next_weights, sums)
+    of_bytes = p.constant("of_format") == UINT8
+    for rows in cases(b, count, range(1, (_TILE_ROWS_OF_BYTES if of_bytes else _TILE_ROWS) + 1)):
+        multiply_rows = _multiply_bytes if of_bytes else _multiply_rows
+        multiply_rows(b, p, rows, q, factors, weights, scales, next_weights, sums)
 
 
 def _multiply_rows(
@@ -179,6 +203,47 @@ def _multiply_rows(
             _add_columns(b, code, columns, address, [b.add(line, offset) for line in lines], parts)
         _end(b, parts, totals, places, scale)
     totals.write(sums)
+
+
+def _multiply_bytes(
+    b: Any, p: KernelArgs, rows: int, q: Any, factors: Any, weights: Any, scales: Any, next_weights: Any, sums: Any
+) -> None:
+    q_bytes, factor_bytes, sums_of_q, spread = map(p.load, ("q_bytes", "factor_bytes", "sums_of_q", "spread"))
+    lines = [b.add(q, b.mul(q_bytes, int64(row))) for row in range(rows)]
+    of_rows = [b.add(factors, b.mul(factor_bytes, int64(row))) for row in range(rows)]
+    totals, parts = TileSums(b, F32, rows), TileSums(b, I32, rows)
+    totals.clear()
+    size = _BYTES_STEP * PANEL
+    with each_segment(b, p) as (first, stop, number):
+        places = [b.add(of_row, b.mul(number, int64(4))) for of_row in of_rows]
+        for row, half in parts.places:
+            parts[row, half] = broadcast(b, load(b, b.add(places[row], sums_of_q), 0, I32, 4), V)
+        with cgutils.for_range_slice(b, first, stop, int64(_BYTES_STEP), I64) as (index, _):
+            place = b.mul(index, int64(PANEL))
+            address = b.add(weights, place)
+            fetch(b, address, AHEAD, size)
+            fetch(b, b.add(next_weights, b.lshr(place, spread)), 0, size)
+            for at in range(0, _BYTES_STEP, 4):
+                words = [load(b, address, PANEL * at + 4 * V * half, vector_type(I32, V), 4) for half in HALVES]
+                for row, line in enumerate(lines):
+                    all_q = broadcast(b, load(b, b.add(line, index), at, I32, 4), V)
+                    for half in HALVES:
+                        parts[row, half] = _add_products_of_bytes(b, parts[row, half], words[half], all_q)
+        for row, half in parts.places:
+            factor = broadcast(b, load(b, places[row], 0, F32, 4), V)
+            value = b.fmul(b.sitofp(parts[row, half], vector_type(F32, V)), factor, flags=CONTRACT)
+            totals[row, half] = b.fadd(totals[row, half], value, flags=CONTRACT)
+    for half in HALVES:
+        scale = load_floats(b, scales, V * half, V)
+        for row in range(rows):
+            totals[row, half] = b.fmul(totals[row, half], scale)
+    totals.write(sums)
+
+
+def _add_products_of_bytes(b: Any, total: Any, codes: Any, q: Any) -> Any:
+    """Add the products of the four uint8 and int8 in each word to int32; needs HAS_BYTES."""
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512"), [total, codes, q])
 
 
 def _begin(b: Any, zeros: list[Any] | None, sums_of_q: list[Any], sums: TileSums) -> None:
@@ -253,20 +318,18 @@ INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} q_bytes factor_bytes sums_of_q scr
 
 
 @cache
-def compile_fixed(format_name: str, kind: str, *, zeros: bool) -> Kernel:
-    """Compile the kernel for a format and a dtype in KINDS. Threads called with the same zeroed counters share it."""
-    constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_zeros": 1 + zeros}
+def compile_fixed(format_name: str, kind: str, *, zeros: bool, bits: int = 16) -> Kernel:
+    """Compile the kernel for a format, a dtype in KINDS, and activations of 8 or 16 bits.
+
+    Threads called with the same zeroed counters share it.
+    """
+    constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_zeros": 1 + zeros, "of_bits": bits}
     return compile_kernel(_multiply, constants, INTEGERS, emitting=(weight_vectors,))
 
 
-def spread(rows: int) -> int:
+def spread(rows: int, tile: int) -> int:
     """Return the kernel's parameter `spread`: the logarithm of the number of tiles, rounded down."""
-    return (-(-rows // TILE_ROWS)).bit_length() - 1
-
-
-def scratch_floats() -> int:
-    """Return the float32 of a thread's scratch: a tile's sums."""
-    return TILE_ROWS * PANEL
+    return (-(-rows // tile)).bit_length() - 1
 
 
 @kernel_part()
@@ -279,7 +342,7 @@ def _panel(p, at, panel, factors, sums):
     next_weights = weights + at.panel_bytes
     row = 0
     while row < at.rows:
-        count = tile_rows(at.rows - row, TILE_ROWS)
+        count = tile_rows(at.rows - row, most_rows(p))
         of_rows = factors + row * at.factor_bytes
         multiply(p, count, at.memory + row * at.q_bytes, of_rows, weights, scales, next_weights, sums)
         next_weights += at.panel_bytes >> at.spread

@@ -7,6 +7,8 @@ A half is one vector of a panel, V lanes: one register. The formats keep two con
     int8       two bytes, extended to a word of int16   float32 of the same two, times 65536
     int4       two int16 of four nibbles, the lowest    so, for eight columns
                those of the first two columns
+
+For products of bytes, uint8 has four columns in a word: int8 plus CODE_OFFSET.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from loraplex.kernels.llvm import (
 # The products that a kernel is compiled for: of float32, of pairs or tiles of bfloat16; tiles in memory are for tests.
 FLOATS, PAIRS, TILES, EMULATED = 1, 2, 3, 4
 # Codes of the formats, for kernels compiled for one of them.
-FORMATS = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
+FORMATS = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4, "uint8": 5}
 # Consecutive columns of one output that are stored side by side, or, in float32, that one pass of the loop takes.
-UNIT_COLUMNS = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 8}
+UNIT_COLUMNS = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 8, "uint8": 4}
 # Bytes of a unit of one output.
-UNIT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2, "int4": 4}
+UNIT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2, "int4": 4, "uint8": 4}
 # Parameters of both kernels that differ from call to call, and, behind them, those of a layer; then come each kernel's
 # own. `scratch` is memory of the threads; `scale_panel` and `scale_step` are the bytes from one panel's scales to the
 # next, and from one segment's.
@@ -70,10 +72,14 @@ V = 16 if "+avx512f" in FEATURES else 8
 PANEL = PANEL_VECTORS * V
 # Whether the processor has the instruction of fixed_linear.py; LLVM ends the process where it has not.
 FIXED_POINT_COMPILES = ("+avx512bw" if V == 16 else "+avx2") in FEATURES
+# Whether the processor adds the products of four uint8 and int8: vpdpbusd, of AVX-512 VNNI.
+HAS_BYTES = V == 16 and "+avx512vnni" in FEATURES
+# What is added to int8 codes for these products.
+CODE_OFFSET = 128
 # Whether the processor multiplies pairs of bfloat16: vdpbf16ps, of AVX-512.
 HAS_PAIRS = V == 16 and "+avx512bf16" in FEATURES
 HALVES = range(PANEL_VECTORS)
-FLOAT32, BFLOAT16, INT4 = (FORMATS[name] for name in ("float32", "bfloat16", "int4"))
+FLOAT32, BFLOAT16, INT4, UINT8 = (FORMATS[name] for name in ("float32", "bfloat16", "int4", "uint8"))
 _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name in FORMATS}
 # Bytes ahead of its use at which a weight is fetched: 10% faster from memory with 8 rows, measured with 1 and 2 KiB.
 AHEAD = 2048

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -42,6 +43,8 @@ def test_a_layout_follows_from_the_weight_and_the_processor(products: bool, monk
         assert type(laid_out(linear, F32)) is PanelLinear
     assert type(laid_out(_linear(BF16), BF16)) is PanelLinear
     assert type(laid_out(codes, BF16)) is (PanelLinear if products else FixedLinear)
+    rounded = QuantizedLinear(replace(codes.weight, dynamic=True))
+    assert [type(laid_out(rounded, dtype)) for dtype in (F32, BF16)] == [FixedLinear] * 2
 
 
 def test_float32_weights_that_are_bfloat16s_take_half_the_bytes_and_give_the_same_bits() -> None:

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from loraplex.kernels.linear import compile_linear
 from loraplex.kernels.tiles import bfloat16_products
-from loraplex.kernels.weight_vectors import EMULATED, PAIRS, TILES, V
+from loraplex.kernels.weight_vectors import EMULATED, HAS_BYTES, PAIRS, TILES, V
+from loraplex.worker.engine.linear import layer as panel_layer
 from loraplex.worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
 from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear
-from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize, round_inputs
 
 # Outputs and columns: less than a panel and a vector, whole ones, and more with a rest.
 SHAPES = [(5, 16), (33, 86), (100, 290)]
 MAX_ROWS = 40
+NO_BYTES = pytest.mark.skipif(not HAS_BYTES, reason="no products of bytes on this processor")
 # Kinds of weights with a kernel each, which is compiled for seconds.
 AT_NIGHT = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("int8 zeros", "int4")]
 QUANTIZED = ["int8", "int4 zeros", *AT_NIGHT]
@@ -111,6 +113,37 @@ def test_products_of_pairs_are_those_of_the_weight(outputs: int, columns: int, k
 def test_rows_in_fixed_point_lose_less_than_bfloat16_does(outputs: int, columns: int, kind: str) -> None:
     linear = _linear(outputs, columns, kind)
     _check(FixedLinear(linear, torch.float32), linear, 1e-4, torch.float32)
+
+
+@pytest.mark.parametrize("products", [False, pytest.param(True, marks=NO_BYTES)])
+@pytest.mark.parametrize(("outputs", "columns"), [*SHAPES, (40, 1088)])
+def test_rows_rounded_to_8_bits_have_exact_sums(
+    outputs: int, columns: int, products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With products of bytes or without: the sums of codes are integers, and only their scales are float32."""
+    monkeypatch.setattr(panel_layer, "HAS_BYTES", products)
+    linear = _linear(outputs, columns, "int8")
+    rounded = FixedLinear(linear, torch.float32, 8)
+    x = torch.randn(MAX_ROWS, columns, generator=torch.Generator().manual_seed(1))
+    expected, y = _expected(linear, round_inputs(x)), rounded(x)
+    assert (y - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert not torch.allclose(expected.float(), _expected(linear, x).float(), rtol=1e-4), "rounding changes nothing"
+    for rows in (1, 3, 7, 12, 13, 25):
+        assert torch.equal(rounded(x[-rows:]), y[-rows:]), f"{rows} rows"
+
+
+def test_a_segment_of_tiny_or_huge_numbers_is_rounded_beside_itself() -> None:
+    linear = _linear(33, 256, "int8")
+    rounded = FixedLinear(linear, torch.float32, 8)
+    x = torch.zeros(4, 256)
+    x[1, 3], x[2, 200], x[3, :128], x[3, 128:] = 1e30, 1e-34, 1e-3, 1e3
+    y, expected = rounded(x), _expected(linear, round_inputs(x))
+    assert linear.bias is not None
+    assert torch.equal(y[0], linear.bias)
+    assert ((y - expected).abs() <= 1e-6 * expected.abs().amax(1, keepdim=True)).all()
+    x[1, 7] = float("nan")
+    assert not rounded(x)[1].isfinite().any()
+    assert torch.equal(rounded(x)[::2], y[::2])
 
 
 def test_sums_of_the_largest_numbers_in_fixed_point_fit_their_integers() -> None:

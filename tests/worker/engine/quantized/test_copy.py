@@ -33,7 +33,9 @@ def quantized(loaded: LoadedModel) -> dict[str, QuantizedWeight]:
     return {name: weight for name, weight in layers if isinstance(weight, QuantizedWeight)}
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8-zero-point+embeddings", "int4", "int4-128+embeddings"])
+@pytest.mark.parametrize(
+    "scheme", ["int8", "int8-zero-point+embeddings", "int8-dynamic", "int4", "int4-128+embeddings"]
+)
 def test_a_copy_has_the_weights_of_the_original_that_is_quantized_while_it_loads(
     tiny_qwen2: Any, tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:

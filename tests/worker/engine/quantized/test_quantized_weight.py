@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.nn.functional import linear
 
 from loraplex.contracts.artifacts.quantization import parse_quantization
 from loraplex.worker.engine.quantized.layers import QuantizedLinear
-from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight, round_inputs
 from tests.worker.engine.triton_runs import compiled_for
 
 SCHEMES = [(8, None, True), (8, None, False), (8, 32, True), (4, 32, True), (4, 32, False), (4, None, True)]
@@ -75,6 +76,17 @@ def test_the_layer_computes_with_the_dequantized_weight_and_moves_without_a_cast
     assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
     assert layer.weight.scales.dtype == torch.float32
     assert layer.to("meta").weight.codes.device.type == "meta"
+
+
+def test_inputs_are_rounded_beside_the_largest_of_their_128_columns() -> None:
+    x = torch.zeros(2, 130)
+    x[0, :4], x[0, 128:] = torch.tensor([127.0, 1.4, -1.6, 0.5]), torch.tensor([-0.0127, 0.0002])
+    expected = torch.zeros(2, 130)
+    expected[0, :4], expected[0, 128:] = torch.tensor([127.0, 1.0, -2.0, 0.0]), torch.tensor([-0.0127, 0.0002])
+    torch.testing.assert_close(round_inputs(x), expected)
+    layer = QuantizedLinear(replace(quantize(torch.randn(6, 130), 8), dynamic=True))
+    assert torch.equal(layer(x), linear(round_inputs(x), layer.weight.dequantize()))
+    assert not torch.equal(layer(x), linear(x, layer.weight.dequantize()))
 
 
 @pytest.mark.usefixtures("kept_compilations")

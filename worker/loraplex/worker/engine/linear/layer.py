@@ -1,16 +1,9 @@
-"""Linear layers over weights in panels, computed by the CPU kernels. Any thread may call them.
-
-    weight [out, in]  ──▶  panels [out / PANEL, in / unit, PANEL, bytes of a unit], zeros beyond the last output
-
-Panels are read front to back. A unit is so many columns that are stored side by side for one output; see
-kernels/weight_vectors.py for how they are unpacked.
-"""
+"""Linear layers over weights in panels (kernels/panels.py), computed by the CPU kernels. Any thread may call them."""
 
 from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
@@ -22,56 +15,15 @@ from torch.nn.functional import pad
 
 from loraplex.kernels import fixed_linear, tiles
 from loraplex.kernels import linear as float_linear
+from loraplex.kernels.panels import COLUMNS_STEP, SEGMENT_COLUMNS, Panels, groups_in_panels, in_panels, padded_columns
 from loraplex.kernels.threads import Workspace, run_on_all_threads
-from loraplex.kernels.weight_vectors import FLOATS, INT4_SCALE, PANEL, UNIT_COLUMNS, ZERO_STEP
+from loraplex.kernels.weight_vectors import CODE_OFFSET, FLOATS, HAS_BYTES, INT4_SCALE, PANEL, ZERO_STEP
 from loraplex.worker.engine.device import dtype_name
 from loraplex.worker.engine.quantized.layers import AnyLinear
 from loraplex.worker.engine.quantized.weight import QuantizedWeight
 
-# Number of columns whose products are summed before they are added to the total, where no group has its own scale.
-SEGMENT_COLUMNS = 128
-# Columns are padded to a multiple of this: whole units of every format, and whole vectors.
-COLUMNS_STEP = 16
-# Columns of a unit in the low and in the high nibbles of its four bytes: those of two int16, even columns in the first.
-_NIBBLES = [0, 4, 1, 5], [2, 6, 3, 7]
 # The float kernel sees codes shifted to the upper half of a word.
 _SHIFTED = 65536.0
-
-
-@dataclass(frozen=True)
-class Panels:
-    """A weight [outputs, columns] in panels.
-
-    `columns` is padded to a multiple of COLUMNS_STEP. `scales` and `zeros` are float32 [panels, groups, PANEL], None
-    where the format has none; `group` columns share one. `bias` is float32 [panels * PANEL].
-    """
-
-    format: str
-    outputs: int
-    columns: int
-    memory: Tensor
-    scales: Tensor | None
-    zeros: Tensor | None
-    group: int
-    bias: Tensor
-
-    @property
-    def count(self) -> int:
-        """Return the number of panels."""
-        return len(self.memory)
-
-    @property
-    def segment(self) -> int:
-        """Return the number of columns that are summed before a scale is applied."""
-        return self.group if self.scales is not None and self.scales.shape[1] > 1 else SEGMENT_COLUMNS
-
-    def scale_places(self) -> tuple[int, int, int, int]:
-        """Return the addresses of scales and zeros, and the bytes from panel to panel and from segment to segment."""
-        if self.scales is None:
-            return 0, 0, 0, 0
-        _, groups, width = self.scales.shape
-        zeros = 0 if self.zeros is None else self.zeros.data_ptr()
-        return self.scales.data_ptr(), zeros, groups * width * 4, width * 4 if groups > 1 else 0
 
 
 def can_be_panels(linear: AnyLinear) -> bool:
@@ -82,8 +34,8 @@ def can_be_panels(linear: AnyLinear) -> bool:
     return not weight.codes.is_floating_point() and (weight.scales.shape[1] == 1 or weight.group % COLUMNS_STEP == 0)
 
 
-def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
-    """Lay out a layer's weight and bias. `fixed`: for activations in fixed point, where the weight is codes."""
+def make_panels(linear: AnyLinear, bits: int = 0) -> Panels:
+    """Lay out a layer's weight and bias. `bits`: of inputs in fixed point, where the weight is codes; 0: floats."""
     weight = linear.weight
     outputs = linear.out_features
     panels = -(-outputs // PANEL)
@@ -92,9 +44,12 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
         bias[:outputs] = linear.bias.detach()
     if not isinstance(weight, QuantizedWeight):
         name = dtype_name(weight.dtype)
-        memory = _in_panels(weight.detach(), name, panels)
-        return Panels(name, outputs, _padded(linear.in_features), memory, None, None, linear.in_features, bias)
-    name = f"int{weight.bits}"
+        memory = in_panels(weight.detach(), name, panels)
+        return Panels(name, outputs, padded_columns(linear.in_features), memory, None, None, linear.in_features, bias)
+    fixed, name, codes = bits > 0, f"int{weight.bits}", weight.unpacked()
+    if bits == weight.bits == 8 and HAS_BYTES and weight.zeros is None and weight.scales.shape[1] == 1:
+        # Their zero points, all the same, are in the kernel.
+        name, codes = "uint8", codes.view(torch.uint8) ^ CODE_OFFSET
     scales, zeros, group = weight.scales.float(), weight.zero_points(), weight.group
     if fixed and scales.shape[1] > 1:
         # Each part of a long group is a segment with its scale.
@@ -114,10 +69,10 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
     return Panels(
         name,
         outputs,
-        _padded(linear.in_features),
-        _in_panels(weight.unpacked(), name, panels),
-        _groups_in_panels(scales, panels),
-        None if zeros is None else _groups_in_panels(zeros, panels),
+        padded_columns(linear.in_features),
+        in_panels(codes, name, panels),
+        groups_in_panels(scales, panels),
+        None if zeros is None else groups_in_panels(zeros, panels),
         group,
         bias,
     )
@@ -130,31 +85,6 @@ def _repeated(parts: int, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor,
 def _part_of(group: int) -> int:
     """Return the largest number of columns of which a group is a multiple, and which integer sums can take."""
     return next(part for part in range(SEGMENT_COLUMNS, 0, -COLUMNS_STEP) if group % part == 0)
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // COLUMNS_STEP) * COLUMNS_STEP
-
-
-def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
-    """Lay out one number for each weight [out, in]: [panels, units, PANEL, ...]."""
-    unit, columns = UNIT_COLUMNS[name], _padded(numbers.shape[1])
-    missing = columns - numbers.shape[1], panels * PANEL - len(numbers)
-    if any(missing):
-        numbers = pad(numbers, (0, missing[0], 0, missing[1]))
-    if name == "float32":
-        unit = 1
-    of_panels = numbers.view(panels, PANEL, columns // unit, unit).transpose(1, 2)
-    if name == "int4":
-        of_panels = of_panels[..., _NIBBLES[0]] | of_panels[..., _NIBBLES[1]] << 4
-    return of_panels.contiguous()
-
-
-def _groups_in_panels(of_groups: Tensor, panels: int) -> Tensor:
-    """Lay out float32 [out, groups] as [panels, groups, PANEL]."""
-    groups = of_groups.shape[1]
-    padded = pad(of_groups, (0, 0, 0, panels * PANEL - len(of_groups)))
-    return padded.view(panels, PANEL, groups).transpose(1, 2).contiguous()
 
 
 # Tasks per thread that a layer is cut into: no thread waits long for the last one.
@@ -286,24 +216,27 @@ def _products(panels: Panels, dtype: torch.dtype) -> int:
 
 
 class FixedLinear(PanelLayer):
-    """A linear layer over codes whose inputs are rounded to 16 bits, see kernels/fixed_linear.py."""
+    """A linear layer over codes whose inputs are rounded to 8 or 16 bits, see kernels/fixed_linear.py."""
 
-    def __init__(self, linear: AnyLinear, dtype: torch.dtype) -> None:
+    def __init__(self, linear: AnyLinear, dtype: torch.dtype, bits: int = 16) -> None:
         """Lay out the weight, and compile the kernel for inputs of `dtype`."""
-        panels = make_panels(linear, fixed=True)
+        panels = make_panels(linear, bits)
         super().__init__(linear, dtype, panels)
-        self._kernel = fixed_linear.compile_fixed(panels.format, dtype_name(dtype), zeros=panels.zeros is not None)
+        self._kernel = fixed_linear.compile_fixed(
+            panels.format, dtype_name(dtype), zeros=panels.zeros is not None, bits=bits
+        )
         self._call = _struct(fixed_linear.CALL_INTEGERS)
         segments = -(-panels.columns // panels.segment)
         # The bytes of a row in fixed point, and of its factors and sums.
-        row_bytes = panels.columns * 2, segments * 8
-        self._row_bytes, self._scratch_floats = sum(row_bytes), fixed_linear.scratch_floats()
+        row_bytes = panels.columns * (1 if panels.format == "uint8" else 2), segments * 8
+        self._tile = fixed_linear.tile_rows_of(panels.format)
+        self._row_bytes, self._scratch_floats = sum(row_bytes), self._tile * PANEL
         self._integers_buffer = _integers(
             *(*self._places, panels.columns * dtype.itemsize, *row_bytes, segments * 4), self._scratch_floats * 4
         )
 
     def _own(self, rows: int) -> tuple[int, ...]:
-        return (fixed_linear.spread(rows),)
+        return (fixed_linear.spread(rows, self._tile),)
 
 
 def _struct(integers: str) -> Struct:

@@ -8,6 +8,7 @@ compared (bench.quantized), and in panels a row's bits do not depend on the rows
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.functional import linear as multiply
 from loraplex.worker.engine.device import dtype_name, return_freed_memory
 from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedLinear, is_linear, linear_of
-from loraplex.worker.engine.quantized.weight import quantize
+from loraplex.worker.engine.quantized.weight import quantize, round_inputs
 
 # Maximum difference from the definition, relative to the largest output, that rounding explains: by the dtype that is
 # computed in, and of inputs in fixed point.
@@ -38,21 +39,22 @@ def laid_out(linear: AnyLinear, compute: torch.dtype) -> nn.Module | None:
     """Return the layer that takes a linear layer's place, for inputs of dtype `compute`, or the layer itself.
 
     None: this processor has no kernel for the codes of a quantized weight. No weight is rounded. Inputs are rounded to
-    16 bits for codes in a model that has no more, where the processor has no instructions for products of bfloat16: it
-    takes three quarters of the time there.
+    8 bits where the scheme says so; and to 16 bits for codes in a model that has no more, where the processor has no
+    instructions for products of bfloat16: it takes three quarters of the time there.
     """
     if isinstance(linear, QuantizedLinear):
         if linear.weight.codes.is_floating_point():
             return None
-        kind = codes_name(linear)
-        fixed = compute == torch.bfloat16 and not multiplies_bfloat16() and _panels_work(kind, compute, fixed=True)
-        return panels(linear, compute, fixed=fixed) if fixed or _panels_work(kind, compute, fixed=False) else None
+        kind, bits = codes_name(linear), 8 if linear.weight.dynamic else 0
+        if not bits and compute == torch.bfloat16 and not multiplies_bfloat16() and _panels_work(kind, compute, 16):
+            bits = 16
+        return panels(linear, compute, bits) if _panels_work(kind, compute, bits) else None
     stored = linear.weight.dtype
     if stored not in _TOLERANCE:
         return linear
-    if _panels_work(dtype_name(stored), compute, fixed=False):
+    if _panels_work(dtype_name(stored), compute):
         # Half the bytes, and the same bits.
-        narrow = compute == torch.float32 and _panels_work("bfloat16", compute, fixed=False) and _narrow(linear)
+        narrow = compute == torch.float32 and _panels_work("bfloat16", compute) and _narrow(linear)
         return panels(narrow or linear, compute)
     return _cast(linear, compute)
 
@@ -92,17 +94,20 @@ def multiplies_bfloat16() -> bool:
     except ImportError:
         return False
     products = tiles.bfloat16_products(tiles.COLUMNS)
-    return products != weight_vectors.FLOATS and _panels_work("bfloat16", torch.bfloat16, fixed=False)
+    return products != weight_vectors.FLOATS and _panels_work("bfloat16", torch.bfloat16)
 
 
 def panels_work(stored: torch.dtype, compute: torch.dtype) -> bool:
     """Tell whether panels of a float weight give the right products of inputs of a dtype on this machine."""
     dtypes = (torch.float32, torch.bfloat16)
-    return stored in dtypes and compute in dtypes and _panels_work(dtype_name(stored), compute, fixed=False)
+    return stored in dtypes and compute in dtypes and _panels_work(dtype_name(stored), compute)
 
 
-def panels(linear: AnyLinear, compute: torch.dtype, *, fixed: bool = False) -> nn.Module:
-    """Return the layer over panels; a weight that has no format as panels stays as it is."""
+def panels(linear: AnyLinear, compute: torch.dtype, bits: int = 0) -> nn.Module:
+    """Return the layer over panels; a weight that has no format as panels stays as it is.
+
+    `bits` are those that inputs are rounded to, 8 or 16; 0: they stay floats.
+    """
     from loraplex.worker.engine.linear.layer import (  # numba is there only where the CPU computes
         FixedLinear,
         PanelLinear,
@@ -111,7 +116,7 @@ def panels(linear: AnyLinear, compute: torch.dtype, *, fixed: bool = False) -> n
 
     if not can_be_panels(linear):
         return linear
-    return FixedLinear(linear, compute) if fixed else PanelLinear(linear, compute)
+    return FixedLinear(linear, compute, bits) if bits else PanelLinear(linear, compute)
 
 
 def _cast(linear: AnyLinear, dtype: torch.dtype) -> nn.Linear:
@@ -133,7 +138,7 @@ def _narrow(linear: AnyLinear) -> nn.Linear | None:
 
 
 @cache
-def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
+def _panels_work(kind: str, compute: torch.dtype, bits: int = 0) -> bool:
     """Tell whether panels of a kind of weight give the right products on this machine."""
     try:
         from numba.core.errors import NumbaError
@@ -141,23 +146,24 @@ def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
         from loraplex.kernels.weight_vectors import FIXED_POINT_COMPILES
     except ImportError:
         return False
-    if fixed and not FIXED_POINT_COMPILES:
+    if bits and not FIXED_POINT_COMPILES:
         return False
-    tolerance = _FIXED if fixed and compute == torch.float32 else _TOLERANCE[compute]
+    tolerance = _FIXED if bits and compute == torch.float32 else _TOLERANCE[compute]
     try:
-        checked = [_checked_linear(kind, *shape) for shape in _CHECKED_SHAPES]
-        return all(_is_right(one, panels(one, compute, fixed=fixed), tolerance, compute) for one in checked)
+        checked = [_checked_linear(kind, *shape, dynamic=bits == 8) for shape in _CHECKED_SHAPES]
+        return all(_is_right(one, panels(one, compute, bits), tolerance, compute) for one in checked)
     except (NumbaError, AttributeError, RuntimeError, NotImplementedError):
         return False
 
 
-def _checked_linear(kind: str, outputs: int, columns: int) -> Any:
+def _checked_linear(kind: str, outputs: int, columns: int, *, dynamic: bool) -> Any:
     generator = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, columns, generator=generator)
     bias = None if outputs % 2 else torch.randn(outputs, generator=generator)
     if kind.startswith("int"):
         bits = int(kind.removeprefix("int"))
-        return QuantizedLinear(quantize(weight, bits, None if bits == 8 else 32, symmetric=outputs % 2 == 0), bias)
+        codes = quantize(weight, bits, None if bits == 8 else 32, symmetric=dynamic or outputs % 2 == 0)
+        return QuantizedLinear(replace(codes, dynamic=dynamic), bias)
     linear = nn.Linear(columns, outputs, bias=bias is not None).requires_grad_(False)
     linear.weight.copy_(weight)
     if bias is not None:
@@ -170,7 +176,8 @@ def _is_right(linear: AnyLinear, layer: nn.Module, tolerance: float, compute: to
     bias: Tensor | None = None if linear.bias is None else linear.bias.float()
     for rows in (1, 7, 40):
         x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).to(compute)
-        expected = multiply(x.float(), weight, bias)
+        inputs = round_inputs(x) if isinstance(linear, QuantizedLinear) and linear.weight.dynamic else x.float()
+        expected = multiply(inputs, weight, bias)
         if (layer(x).float() - expected).abs().max() > tolerance * expected.abs().max():
             return False
     return True

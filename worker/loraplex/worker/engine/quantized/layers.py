@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from loraplex.worker.engine.quantized.weight import QuantizedWeight
+from loraplex.worker.engine.quantized.weight import QuantizedWeight, round_inputs
 
 
 class QuantizedModule(nn.Module):
@@ -41,7 +41,8 @@ class QuantizedLinear(QuantizedModule):
         if self.weight.codes.is_cuda and (cuda := _cuda()).can_multiply(self.weight):
             y: Tensor = cuda.multiply(x, self.weight, self.bias)
             return y
-        return linear(x, self.weight.dequantize(x.dtype), self.bias)
+        rounded = round_inputs(x).to(x.dtype) if self.weight.dynamic else x
+        return linear(rounded, self.weight.dequantize(x.dtype), self.bias)
 
 
 @cache

@@ -117,6 +117,7 @@ def _weight(stored: StoredWeight, codes: Tensor, scales: Tensor, zeros: Tensor |
         None if zeros is None else zeros.to(torch.uint8 if scheme.bits == 4 else torch.float32).contiguous(),
         scheme.bits,
         scheme.group or stored.in_features,
+        scheme.dynamic,
     )
 
 

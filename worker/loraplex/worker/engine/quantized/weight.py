@@ -25,6 +25,8 @@ ZERO_PARTS = 8
 # Zero point of symmetric codes of 4 bits, which are 0 to 15: in parts.
 SYMMETRIC_ZERO = 8 * ZERO_PARTS
 _LARGEST_CODE = 15
+# Columns of inputs that share a scale where they are rounded, and their largest code.
+_INPUT_GROUP, _INPUT_CODE = 128, torch.tensor(127.0)
 # Number of times that scales and zero points of 4 bits are fitted to their codes; after these few codes change.
 _FITS = 3
 # Weights that are fitted at once: their float64 stay in the cache.
@@ -47,6 +49,8 @@ class QuantizedWeight:
     zeros: Tensor | None
     bits: int
     group: int
+    # Whether inputs are rounded: see round_inputs.
+    dynamic: bool = False
 
     @property
     def out_features(self) -> int:
@@ -217,6 +221,14 @@ def _in_parts(zero: Tensor) -> Tensor:
     return (zero * ZERO_PARTS).round_().clamp_(0, _LARGEST_CODE * ZERO_PARTS) / ZERO_PARTS
 
 
+def round_inputs(x: Tensor) -> Tensor:
+    """Round inputs [..., columns] to 8 bits beside the largest of 128 columns of a row; float32."""
+    parts = in_groups(x.reshape(-1, x.shape[-1]).float(), _INPUT_GROUP)
+    largest = parts.abs().amax(2, keepdim=True)
+    codes = (parts * (_INPUT_CODE / largest.clamp(min=1e-30))).round_()
+    return (codes * (largest / _INPUT_CODE)).flatten(1)[:, : x.shape[-1]].view(x.shape)
+
+
 def equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:
     """Tell whether two weights are the same, bit by bit."""
     if (one.bits, one.group, one.zeros is None) != (other.bits, other.group, other.zeros is None):
@@ -265,7 +277,8 @@ def quantize_weight(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
 
 def _quantize(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
     if not scheme.floating:
-        return quantize(weight, scheme.bits, scheme.group or None, symmetric=scheme.symmetric)
+        codes = quantize(weight, scheme.bits, scheme.group or None, symmetric=scheme.symmetric)
+        return replace(codes, dynamic=scheme.dynamic)
     wide = weight.detach().float()
     scales = (wide.abs().amax(1, keepdim=True) / torch.finfo(_FLOAT8).max).clamp(min=torch.finfo(torch.float32).tiny)
     return QuantizedWeight((wide / scales).to(_FLOAT8), scales, None, scheme.bits, weight.shape[1])
