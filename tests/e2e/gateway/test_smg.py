@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -64,11 +66,14 @@ async def smg(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Asy
 
 
 @asynccontextmanager
-async def running_smg(cluster: Cluster, directory: Path, policy: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Run an smg whose engines are the routers; its log is in the directory."""
+async def running_smg(
+    cluster: Cluster, directory: Path, policy: str, runtime: str = ""
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Run an smg whose engines are the routers, by a protocol that it finds or is told; its log is there."""
     port, metrics = map(str, free_ports(2))  # smg takes no 0
     flags = ["--host", "127.0.0.1", "--port", port, "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics]
-    flags += ["--policy", policy, "--worker-urls", *(f"grpc://{address}" for address in cluster.local.routers)]
+    engines = [f"grpc://{address}" for address in cluster.local.routers]
+    flags += ["--policy", policy, *(("--enable-igw",) if runtime else ("--worker-urls", *engines))]
     flags += ["--tokenizer-path", str(write_tokenizer(directory / "tokenizer")), "--log-level", "info"]
     with (directory / "log").open("wb") as log:
         environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -76,6 +81,8 @@ async def running_smg(cluster: Cluster, directory: Path, policy: str) -> AsyncIt
         process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log, env=environ, cwd=directory)
     try:
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            for engine in engines if runtime else ():
+                await _register(f"http://127.0.0.1:{port}/workers", {"url": engine, "runtime_type": runtime})
             await _serves(client, process)
             yield client
     except TimeoutError:
@@ -85,6 +92,20 @@ async def running_smg(cluster: Cluster, directory: Path, policy: str) -> AsyncIt
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def _register(url: str, engine: dict[str, str]) -> None:
+    """Tell smg of an engine, once it listens."""
+    request = urllib.request.Request(url, json.dumps(engine).encode(), {"content-type": "application/json"})
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await asyncio.to_thread(urllib.request.urlopen, request, timeout=10)
+                return
+            except urllib.error.HTTPError as error:
+                raise AssertionError(error.read()) from error
+            except OSError:
+                await asyncio.sleep(0.1)
 
 
 async def _serves(client: openai.AsyncOpenAI, process: asyncio.subprocess.Process) -> None:
@@ -126,12 +147,22 @@ async def test_smg_chooses_by_the_blocks_of_the_workers(cluster: Cluster, tmp_pa
     async with running_smg(cluster, tmp_path, "cache_aware") as client:
         await client.completions.create(model="a", prompt="x" * 40, temperature=0, max_tokens=1)
         log = ""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while "Learned block_size" not in log:
                 await asyncio.sleep(0.05)
                 log = (tmp_path / "log").read_text(errors="replace")
     assert log.count("KV event relay snapshot applied") == 2, "one of each router"
     assert "gap" not in log.lower()
+
+
+async def test_smg_speaks_vllms_protocol_too(cluster: Cluster, tmp_path: Path) -> None:
+    async with running_smg(cluster, tmp_path, "round_robin", "vllm") as client:
+        await test_whole_answers_and_streams(client, cluster)
+        await test_logprobs_stops_and_schemas(client, cluster)
+        await test_embeddings(client)
+        with pytest.raises(openai.BadRequestError, match=r"sampling_params\.max_tokens"):
+            await client.chat.completions.create(**CHAT, max_tokens=10**9)
+    assert "connected gRPC client (vllm)" in (tmp_path / "log").read_text(errors="replace")
 
 
 async def test_logprobs_stops_and_schemas(smg: openai.AsyncOpenAI, cluster: Cluster) -> None:
