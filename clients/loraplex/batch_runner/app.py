@@ -44,7 +44,7 @@ async def lease_batch(store: AsyncConnection, client: AsyncClient, metrics: Runn
     return BatchRun(lease, store, client, metrics) if lease.HasField("batch") else None
 
 
-class Runner:
+class BatchRunner:
     """Leases batches and runs them until it is told to stop."""
 
     def __init__(self, settings: RunnerSettings, metrics: RunnerMetrics) -> None:
@@ -113,7 +113,7 @@ async def run(settings: RunnerSettings) -> None:
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
     if settings.tls_cert:
         metrics.certificate_end.set_function(lambda: end_of(Path(settings.tls_cert).read_bytes()))
-    runner = Runner(settings, metrics)
+    runner = BatchRunner(settings, metrics)
     metrics.health.set()
     print(f"ready runner={settings.store}{metrics.ready_word}", flush=True)
     await unless_stopped(stop, runner.follow())

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from loraplex.batches.v1 import batches_pb2 as pb
 
 from loraplex.batch_runner.line_call import BatchCluster, LineCalls, retry_after_s
-from loraplex.batch_runner.lines import CheckedFile, Line, check_file, read_line
+from loraplex.batch_runner.lines import BatchLine, CheckedFile, check_file, read_line
 from loraplex.batch_runner.metrics import RunnerMetrics
 from loraplex.batch_runner.pace import LinePace
 from loraplex.gateway.errors import HttpError
@@ -169,7 +169,7 @@ class BatchRun:
                     raise
                 await asyncio.sleep(pause_s)
 
-    async def _run_lines(self, file: BinaryIO, lines: list[Line], pace: LinePace) -> None:
+    async def _run_lines(self, file: BinaryIO, lines: list[BatchLine], pace: LinePace) -> None:
         """Run what has no result, in the order; lines that do not begin end with an error."""
         calls = LineCalls(self._cluster, self.batch.id, self.batch.endpoint, self.batch.models, pace)
         running = set[asyncio.Task[None]]()
@@ -201,7 +201,7 @@ class BatchRun:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run_line(self, calls: LineCalls, file: BinaryIO, line: Line) -> None:
+    async def _run_line(self, calls: LineCalls, file: BinaryIO, line: BatchLine) -> None:
         """Run a line until it has a result."""
         fields = await asyncio.to_thread(read_line, file, line)
         number, custom_id, refusals = line.number, fields["custom_id"], 0
@@ -256,7 +256,7 @@ class BatchRun:
                 self._ending.set()
         return self._ending.is_set()
 
-    def _end_unbegun(self, calls: LineCalls, file: BinaryIO, line: Line) -> None:
+    def _end_unbegun(self, calls: LineCalls, file: BinaryIO, line: BatchLine) -> None:
         custom_id = read_line(file, line)["custom_id"]
         code, why = ("batch_expired", "the batch's window ended before it could run")
         if not self._expired:

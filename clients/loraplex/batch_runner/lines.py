@@ -47,7 +47,7 @@ BODIES: Mapping[str, tuple[Body, Callable[[Mapping[str, Any]], None]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """A line: its number, from 1, and where it is in the file."""
 
     number: int
@@ -59,12 +59,12 @@ class Line:
 class CheckedFile:
     """The lines of a file in the order in which they run, the first line of each model, and what is wrong with them."""
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[BatchLine] = field(default_factory=list)
     models: dict[str, int] = field(default_factory=dict)
     errors: list[BatchError] = field(default_factory=list)
 
 
-def read_line(file: BinaryIO, line: Line) -> dict[str, Any]:
+def read_line(file: BinaryIO, line: BatchLine) -> dict[str, Any]:
     """Return a checked line's fields."""
     fields: dict[str, Any] = msgspec.json.decode(os.pread(file.fileno(), line.size, line.offset))
     return fields
@@ -76,7 +76,7 @@ def check_file(file: BinaryIO, endpoint: str) -> CheckedFile:
     offset = number = 0
     while text := file.readline(LINE_BYTES + 2):
         number += 1
-        line, offset = Line(number, offset, len(text)), offset + len(text)
+        line, offset = BatchLine(number, offset, len(text)), offset + len(text)
         try:
             if number > LINES:
                 raise HttpError(400, "too_many_lines", f"a batch has at most {LINES} lines")

@@ -34,7 +34,7 @@ _TTL_S = 86_400.0
 _ADAPTERS = 1_000_000
 
 
-class LoadRequest(TypedDict, total=False):
+class LoadAdapterRequest(TypedDict, total=False):
     """Body of a request to /v1/load_lora_adapter; `ttl_s` is not vLLM's."""
 
     lora_name: Required[str]
@@ -44,14 +44,14 @@ class LoadRequest(TypedDict, total=False):
     ttl_s: float | int | None
 
 
-class UnloadRequest(TypedDict, total=False):
+class UnloadAdapterRequest(TypedDict, total=False):
     """Body of a request to /v1/unload_lora_adapter."""
 
     lora_name: Required[str]
     lora_int_id: int | None
 
 
-LOAD, UNLOAD = Body(LoadRequest), Body(UnloadRequest)
+LOAD, UNLOAD = Body(LoadAdapterRequest), Body(UnloadAdapterRequest)
 
 
 def error_of(error: HttpError) -> Mapping[str, Any]:

@@ -55,19 +55,19 @@ class Install(msgspec.Struct, frozen=True, tag=True):
     slot: int
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class RunStep(msgspec.Struct, frozen=True, tag=True):
     """Execute a step of any rows."""
 
     layout: StepLayout
 
 
-class Decode(msgspec.Struct, frozen=True, tag=True):
+class RunDecode(msgspec.Struct, frozen=True, tag=True):
     """Execute a step of one token a row."""
 
     layout: DecodeLayout
 
 
-ToRank = Start | Step | Decode | Install
+ToRank = Start | RunStep | RunDecode | Install
 
 
 def _encode_array(value: Any) -> Any:
@@ -139,7 +139,7 @@ class Followers:
 
     def send(self, layout: Layout) -> None:
         """Let all ranks execute a layout."""
-        body = frame(_encoder.encode(Decode(layout) if isinstance(layout, DecodeLayout) else Step(layout)))
+        body = frame(_encoder.encode(RunDecode(layout) if isinstance(layout, DecodeLayout) else RunStep(layout)))
         for sock in self._sockets:
             sock.sendall(body)
 

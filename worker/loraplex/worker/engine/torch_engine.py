@@ -260,7 +260,7 @@ def load_part(
 
 def follow(end: RankEnd) -> int:
     """Run a rank from 1 on until rank 0 has gone; return the exit code."""
-    from loraplex.worker.engine.ranks import Decode, Install, Start, Step
+    from loraplex.worker.engine.ranks import Install, RunDecode, RunStep, Start
 
     part: LoadedPart | None = None
     for message, memory in end.messages():
@@ -275,7 +275,7 @@ def follow(end: RankEnd) -> int:
             case Install(shapes, slot):
                 assert memory is not None, "it comes with its file"
                 adapters.install(shapes, memory, slot)
-            case Step(layout) | Decode(layout):
+            case RunStep(layout) | RunDecode(layout):
                 assert part is not None, "it was started"
                 part.runner.execute(layout)
     return 0
