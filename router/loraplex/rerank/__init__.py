@@ -141,7 +141,7 @@ class _Call:
             ]
             scored = [first, *await run_some_at_once(others, TEXTS_AT_ONCE)]
         summary = total_of(request.request_id, [summary for _, summary in scored])
-        return [logit for logit, _ in scored], replace(summary, completion_tokens=0, rate_limits=rates_of(budget))
+        return [logit for logit, _ in scored], replace(summary, rate_limits=rates_of(budget))
 
     async def _by_answer(
         self, request: Request, index: int, ids: tuple[int, ...], answers: tuple[int, int], budget: CallBudget | None

@@ -15,7 +15,7 @@ from loraplex.contracts.broker.ledger import Reservation
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.router.dispatch.links import RelayReach
 from loraplex.router.generation.admission import Admission
-from loraplex.router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls
+from loraplex.router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls, total_of
 from loraplex.router.quotas.quotas import CallBudget
 from loraplex.router.request import Message, PromptLogprobs, Request, Summary
 from loraplex.router.text.file_tokenizer import FileTokenizer
@@ -152,3 +152,10 @@ async def test_bad_input_is_named_before_anything_runs(
     with pytest.raises(InvalidField, match=names):
         await scoring.score(request(prompt), given, None)
     assert not answers.asked
+
+
+def test_the_tokens_that_parts_sampled_are_no_answer() -> None:
+    """Decisions and scores read the distribution of a first token, which nobody gets."""
+    parts = [Summary("r", REVISION, prompt, 2, 1, 0.0, 0.0, 0.0, 0.0, 0) for prompt in (3, 4)]
+    total = total_of("whole", parts)
+    assert (total.prompt_tokens, total.cached_tokens, total.completion_tokens) == (7, 4, 0)

@@ -228,10 +228,12 @@ def name_of(revision: str) -> str:
 
 
 def total_of(request_id: str, summaries: Sequence[Summary]) -> Summary:
+    """Return the summary of a call whose parts ran as jobs: the tokens that these sampled are nobody's answer."""
     return replace(
         summaries[0],
         request_id=request_id,
         prompt_tokens=sum(summary.prompt_tokens for summary in summaries),
         cached_tokens=sum(summary.cached_tokens for summary in summaries),
+        completion_tokens=0,
         continuations=sum(summary.continuations for summary in summaries),
     )
