@@ -77,7 +77,8 @@ def ask(cluster: Cluster, number: int, salt: str, tokens: int = TOKENS) -> Ask:
         # New there, and no byte, which reads as itself.
         at = next(i for i in range(tokens - 20, tokens) if truth[0][i] >= 256 and truth[0][i] not in truth[0][:i])
         stop, truth[0] = f"<{truth[0][at]}>", truth[0][:at]
-    names = set(SamplingParams.__dataclass_fields__) - {"bad_word_ids"}  # which has no field of its own in a request
+    # A request has other names for these two.
+    names = set(SamplingParams.__dataclass_fields__) - {"bad_word_ids", "processed_logprobs"}
     plain: dict[str, Any] = {name: getattr(sampling, name) for name in names}
     options = plain | {"logit_bias": dict(sampling.logit_bias), "n": n, "stop": [stop] if stop else []}
     stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_tokens=tokens, **options)

@@ -43,6 +43,7 @@ def create(
     wait: Annotated[bool, typer.Option("--wait", help="Return when the batch has ended.")] = False,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
+    as_json: JsonOption = False,
 ) -> None:
     """Upload a file of requests and begin a batch of its lines.
 
@@ -51,22 +52,25 @@ def create(
     window_s = read_seconds("--window", window)
     with _client(store, tenant) as client:
         batch = client.create(client.upload_file(file).id, endpoint, window_s=window_s)
-        say(batch.id)
+        if not as_json:
+            say(batch.id)
         while wait and not batch.has_ended:
             time.sleep(_LOOK_S)
             batch = client.get(batch.id)
-    if wait:
+    if as_json:
+        print_json(dataclasses.asdict(batch))
+    elif wait:
         _show(batch)
-        if batch.state != "completed":
-            raise CommandError(f"{batch.id} is {batch.state}", 1)
+    if wait and batch.state != "completed":
+        raise CommandError(f"{batch.id} is {batch.state}", 1)
 
 
 @app.command("list")
-def list_batches(tenant: TenantOption = TENANT, store: StoreOption = STORE, json: JsonOption = False) -> None:
+def list_batches(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
     """List the tenant's batches, newest first."""
     with _client(store, tenant) as client:
         batches = client.list()
-    if json:
+    if as_json:
         print_json([dataclasses.asdict(batch) for batch in batches])
         return
     columns = {
@@ -82,12 +86,12 @@ def list_batches(tenant: TenantOption = TENANT, store: StoreOption = STORE, json
 
 @app.command()
 def show(
-    batch: BatchArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, json: JsonOption = False
+    batch: BatchArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
 ) -> None:
     """Show a batch, and what is wrong with its lines."""
     with _client(store, tenant) as client:
         shown = client.get(batch)
-    if json:
+    if as_json:
         print_json(dataclasses.asdict(shown))
     else:
         _show(shown)

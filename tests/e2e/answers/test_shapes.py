@@ -64,7 +64,6 @@ async def test_every_call_of_a_tool_parses(cluster: Cluster) -> None:
     assert (parts[0].name, "".join(part.arguments for part in parts)) == ("now", "{}")
     assert parts[0].id
     for options, field in (
-        ({"tools": TOOLS, "regex": "a"}, "chat.tools"),
         ({"tools": [{"name": "f", "parameters": {"not": {}}, "strict": True}]}, "chat.tools[0].parameters.not"),
         ({"template_args": {"messages": []}}, "chat.template_args"),
     ):
