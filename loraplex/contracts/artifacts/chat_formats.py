@@ -21,6 +21,7 @@ MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 # Stands in the texts before a call's name and its arguments for a number of the call.
 NUMBER = "{id}"
 Text = Annotated[str, msgspec.Meta(max_length=200)]
+Keys = Annotated[tuple[Text, ...], msgspec.Meta(min_length=1, max_length=8)]
 Shown = Annotated[tuple[tuple[Text, ...], ...], msgspec.Meta(max_length=8)]
 
 
@@ -58,7 +59,7 @@ class CallFormat(_Format, frozen=True, kw_only=True):
     calls: tuple[Text, Text, Text] = ("", "", "")
     shared: bool = False
     call: tuple[Text, Text, Text]
-    keys: tuple[tuple[Text, ...], tuple[Text, ...]] | None = None
+    keys: tuple[Keys, Keys] | None = None
     arguments: Literal["json", "text", "literal"] = "json"
     argument: tuple[Text, Text, Text, Text] = ("", "", "", "")
     quote: Text = ""

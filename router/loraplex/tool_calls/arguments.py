@@ -13,9 +13,9 @@ from typing import Any
 
 from loraplex.contracts.artifacts.chat_formats import MARK, CallFormat
 from loraplex.contracts.grammars import GrammarError
-from loraplex.contracts.grammars.build import escaped, in_slashes
+from loraplex.contracts.grammars.build import GRAMMAR_BYTES, escaped, in_slashes
 from loraplex.router.generation.chat_format import ANY_TEXT, CallSyntax
-from loraplex.tool_calls.values import JSON_TYPES, kinds_of, referred
+from loraplex.tool_calls.values import JSON_TYPES, Seen, kinds_of, referred
 
 # Keywords of an object's schema that these rules enforce, and those that need no enforcement.
 _ENFORCED = frozenset(("type", "properties", "required", "$defs", "definitions", "x-guidance", "additionalProperties"))
@@ -50,6 +50,9 @@ class _Rules:
         self._name, self._schema, self._syntax, self._form = name, schema, syntax, form
         self._path, self._left_out = path, left_out
         self._lines: list[str] = []
+        self._seen: Seen = {}
+        # Number of characters of the schemas in the rules: each has all definitions.
+        self._schemas = 0
 
     def rules(self) -> str:
         """Return the rules. Raises GrammarError."""
@@ -108,20 +111,22 @@ class _Rules:
         if self._form.arguments == "literal" and not self._form.quote:
             self._add_literal(rule, part, at)
             return
-        options = list(self._options(part))
+        options = list(self._options(part, set()))
         self._lines.append(f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(options)))}")
         for number, option in enumerate(options):
             self._add_option(f"{rule}_{number}", option, at)
 
-    def _options(self, part: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
-        """Yield schemas of one type each, of which a value satisfies one."""
+    def _options(self, part: Mapping[str, Any], followed: set[str], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+        """Yield schemas of one type each, of which a value satisfies one; those behind a reference once."""
         options = part.get("anyOf", part.get("oneOf"))
         kinds = part.get("type")
         if depth < _DEEPEST and isinstance(target := referred(part.get("$ref", ""), self._schema), dict):
-            yield from self._options(target, depth + 1)
+            if part["$ref"] not in followed:
+                followed.add(part["$ref"])
+                yield from self._options(target, followed, depth + 1)
         elif depth < _DEEPEST and options and not part.keys() - _NO_EFFECT - {"anyOf", "oneOf"}:
             for option in options:
-                yield from self._options(option if isinstance(option, dict) else {}, depth + 1)
+                yield from self._options(option if isinstance(option, dict) else {}, followed, depth + 1)
         elif isinstance(kinds, list) or "enum" in part or "const" in part:
             listed = [kinds] if isinstance(kinds, str) else kinds or [*JSON_TYPES.values(), "null"]
             for name in listed:
@@ -156,7 +161,7 @@ class _Rules:
 
     def _add_literal(self, rule: str, part: Mapping[str, Any], at: str) -> None:
         """Add the rules of a literal: JSON, with Python's words and quotes where a value may be of such a type."""
-        kinds = frozenset(kinds_of(part, self._schema))
+        kinds = kinds_of(part, self._schema, self._seen)
         words = [word for kind, word in (("boolean", '"True" | "False"'), ("null", '"None"')) if kind in kinds]
         single = [r"/'([^'\\\n]|\\.)*'/"] if part == {"type": "string"} else []
         plain = not {"enum", "const"} & part.keys()
@@ -170,6 +175,9 @@ class _Rules:
             self._leave_out("$ref", at)
             whole = shared
         self._lines.append(f"{rule}: %json {json.dumps(whole)}")
+        self._schemas += len(self._lines[-1])
+        if self._schemas > GRAMMAR_BYTES:
+            raise GrammarError(self._path, f"makes a grammar of more than {GRAMMAR_BYTES} bytes")
 
     def _add_text(self, rule: str, behind: str, part: Mapping[str, Any], at: str) -> None:
         """Add the rule of a string without quotes, as far as the text behind it, whose mark is not in it."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from loraplex.contracts.artifacts.chat_formats import MARK
 from loraplex.router.generation.chat_reader import ChatFormat, MarkFinder, NoCalls, NotACallError, Reading
 from loraplex.router.request import ToolCallDelta
-from loraplex.tool_calls.values import json_of, typed
+from loraplex.tool_calls.values import is_unicode, json_of, typed
 
 _SPACE = frozenset(" \t\r\n")
 # Keys that a call without a mark may have beside its name and arguments: any other object is an answer in JSON.
@@ -154,7 +154,7 @@ class CallReader(NoCalls):
         return ""
 
     def _check_name(self, name: str, unread: str) -> None:
-        if not name or (self._restricted and name not in self._tools):
+        if not name or not is_unicode(name) or (self._restricted and name not in self._tools):
             raise _BrokenError(unread)
 
     def _read_texts(self, name: str) -> Reading:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # Strings, of which the last may be cut, and words with the colon that makes one a key; in a literal.
@@ -50,9 +50,18 @@ def typed(text: str, types: frozenset[str]) -> str:
 def _loaded(text: str) -> str:
     """Return a JSON text as this house writes it; empty: it is none."""
     try:
-        return json.dumps(json.loads(text, strict=False), ensure_ascii=False, allow_nan=False)
+        found = json.dumps(json.loads(text, strict=False), ensure_ascii=False, allow_nan=False)
+        return found if is_unicode(found) else json.dumps(json.loads(text, strict=False))
     except (ValueError, RecursionError):
         return ""
+
+
+def is_unicode(text: str) -> bool:
+    """Tell whether a text can be sent: JSON's escapes may make halves of characters, which cannot."""
+    return not _HALVES.search(text)
+
+
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 def types_of(parameters: str) -> Mapping[str, frozenset[str]]:
@@ -64,29 +73,44 @@ def types_of(parameters: str) -> Mapping[str, frozenset[str]]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):
         return {}
-    return {name: frozenset(kinds_of(part, schema)) for name, part in properties.items()}
+    seen: Seen = {}
+    return {name: kinds_of(part, schema, seen) for name, part in properties.items()}
 
 
 # Maximum number of references and alternatives that lead to a type.
 _DEEPEST = 8
+# The types that references lead to, by their texts and depths.
+Seen = dict[tuple[str, int], frozenset[str]]
 
 
-def kinds_of(part: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
-    """Yield the types that a part of a schema allows; none where it may be anything, or where they are not seen."""
+def kinds_of(part: Any, root: Mapping[str, Any], seen: Seen, depth: int = 0) -> frozenset[str]:
+    """Return the types that a part of a schema allows; none where it may be anything, or where they are not seen.
+
+    A reference is followed once at a depth: there may be more ways to it than can be followed.
+    """
     if not isinstance(part, dict) or depth > _DEEPEST:
-        return
+        return frozenset()
     if isinstance(part.get("type"), (str, list)):
-        yield from [part["type"]] if isinstance(part["type"], str) else filter(_is_text, part["type"])
-        if part.get("nullable") is True:
-            yield "null"
-    elif isinstance(part.get("$ref"), str):
-        yield from kinds_of(referred(part["$ref"], root), root, depth + 1)
-    elif "const" in part or isinstance(part.get("enum"), list):
+        kinds = [part["type"]] if isinstance(part["type"], str) else [*filter(_is_text, part["type"])]
+        return frozenset((*(kind if kind in _KINDS else "" for kind in kinds), *_null_of(part)))
+    if isinstance(reference := part.get("$ref"), str):
+        if (at := (reference, depth)) not in seen:
+            seen[at] = kinds_of(referred(reference, root), root, seen, depth + 1)
+        return seen[at]
+    if "const" in part or isinstance(part.get("enum"), list):
         values = [part["const"]] if "const" in part else part["enum"]
-        yield from (JSON_TYPES.get(type(value), "null") for value in values)
-    elif isinstance(options := part.get("anyOf", part.get("oneOf")), list):
-        kinds = [list(kinds_of(option, root, depth + 1)) for option in options]
-        yield from (kind for option in kinds if all(kinds) for kind in option)
+        return frozenset(JSON_TYPES.get(type(value), "null") for value in values)
+    if isinstance(options := part.get("anyOf", part.get("oneOf")), list):
+        found = [kinds_of(option, root, seen, depth + 1) for option in options]
+        return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset()
+
+
+_KINDS = frozenset((*JSON_TYPES.values(), "null"))
+
+
+def _null_of(part: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("null",) if part.get("nullable") is True else ()
 
 
 def _is_text(value: Any) -> bool:

@@ -418,6 +418,57 @@ def test_values_of_many_quotes_and_brackets_are_read_once() -> None:
     assert read(form, [f"[weather(city={deep})]"]).calls == [("weather", json.dumps({"city": deep}))]
 
 
+def test_references_to_references_are_followed_once() -> None:
+    """Each definition offers the next one many times: there are more ways to a type than can be counted."""
+    chain = {
+        f"d{depth}": {"anyOf": [{"type": "null"}, *[{"$ref": f"#/$defs/d{depth + 1}"}] * 40]} for depth in range(3)
+    }
+    part = {"$ref": "#/$defs/d0"}
+    schema = {"$defs": {**chain, "d3": {"type": "integer"}}, "type": "object", "properties": {"a": part}}
+    tool = Tool("f", "", json.dumps(schema))
+    form = form_of("qwen3_coder", Chat(asked().messages, (tool,)))
+    assert form.tools == {"f": {"a": {"null", "integer"}}}
+    for family in ("qwen3_coder", "gemma4", "pythonic"):
+        found = call_grammar(
+            Chat(asked().messages, (tool,), ToolMode.REQUIRED), ChatTemplate(source_of(family)), HashTokenizer(), ()
+        )
+        assert (found.free, found.not_enforced) == (frozenset(), ())
+        assert len(found.text) < 20_000
+
+
+def test_definitions_that_make_a_grammar_too_large_are_left_out() -> None:
+    """Each value's rule has all of them, so that the grammar is as large as the schema's square."""
+    defs = {f"d{number}": {"type": "string", "pattern": f"a{{{number}}}"} for number in range(300)}
+    properties = {f"p{number}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for number in range(300)}
+    schema = {"type": "object", "$defs": defs, "properties": properties}
+    tool = Tool("f", "", json.dumps(schema))
+    template, chat = ChatTemplate(source_of("qwen3_coder")), Chat(asked().messages, (tool,))
+    found = call_grammar(chat, template, HashTokenizer(), ())
+    assert found.not_enforced == ("chat.tools[0].parameters",)
+    with pytest.raises(InvalidField, match="more than 524288 bytes") as caught:
+        call_grammar(Chat(asked().messages, (replace(tool, strict=True),)), template, HashTokenizer(), ())
+    assert caught.value.field == "chat.tools[0].parameters"
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'),
+        ("pythonic", '[weather(city={"zip": "\\ud800"})]'),
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=place>\n"
+         '{"zip": "\\udc00"}\n</parameter>\n</function>\n</tool_call>'),
+    ],
+)  # fmt: skip
+def test_an_escape_of_half_a_character_is_told_as_it_can_be_sent(family: str, text: str) -> None:
+    found = read(form_of(family, asked()), [text])
+    json.dumps([found.text, found.calls], ensure_ascii=False).encode()
+    if family == "hermes":
+        assert (found.text, found.calls) == (text, [])
+    else:
+        ((name, arguments),) = found.calls
+        assert (name, len(json.loads(arguments))) == ("weather", 1)
+
+
 OWN = {"opens": ["<<call "], "closes": ">>", "call": ["", " ", ""], "arguments": "json"}
 
 
@@ -450,6 +501,7 @@ def test_an_adapter_brings_a_format_of_its_own() -> None:
         ({"arguments": "text", "argument": ["", "=", "\n", ""]}, "loraplex_chat.tool_calls.argument[0]: is empty"),
         ({"arguments": "literal"}, "loraplex_chat.tool_calls.argument[1]: is empty"),
         ({"keys": [["name"], ["arguments"]]}, "loraplex_chat.tool_calls.call[0]: has no '{'"),
+        ({"keys": [[], ["arguments"]]}, "loraplex_chat.tool_calls.keys[0]: Expected `array` of length >= 1"),
         ({"nested": True}, "loraplex_chat.tool_calls: Object contains unknown field `nested`"),
         ({"closes": "x" * 201}, "loraplex_chat.tool_calls.closes: Expected `str` of length <= 200"),
     ],
