@@ -38,7 +38,8 @@ from loraplex.router.quotas.quotas import CallBudget, Facts, rates_of
 from loraplex.router.request import EncodeInput, EncodeRequest, Request, Summary
 from loraplex.runtime.rpc.errors import InvalidField, Mismatch
 
-# Maximum documents of a call, and maximum bytes of all documents, each with its query, of which a router keeps prompts.
+# Maximum documents of a call, and maximum bytes of all documents, each with its query and the instruction, of which a
+# router keeps prompts.
 DOCUMENTS, TEXT_BYTES = 1_000, 8 * 1024 * 1024
 
 
@@ -53,17 +54,17 @@ def read_documents(request: pb.RerankRequest) -> list[Document]:
         _check_queries(request)
     elif not request.query.strip():
         raise InvalidField("query", "is empty")
-    size, documents = 0, list[Document]()
+    size, documents, instruction = 0, list[Document](), len(request.instruction.encode())
     for index, text in enumerate(request.documents):
         query, query_field = (
             (request.queries[index], f"queries[{index}]") if request.queries else (request.query, "query")
         )
         if not text.strip():
             raise InvalidField(f"documents[{index}]", "is empty")
-        size += len(query.encode()) + len(text.encode())
+        size += len(query.encode()) + len(text.encode()) + instruction
         if size > TEXT_BYTES:
-            message = f"the documents up to this one, each with its query, have {size} bytes; at most {TEXT_BYTES}"
-            raise InvalidField(f"documents[{index}]", message)
+            what = "the documents up to this one, each with its query and the instruction,"
+            raise InvalidField(f"documents[{index}]", f"{what} have {size} bytes; at most {TEXT_BYTES}")
         documents.append(Document(query, text, f"documents[{index}]", query_field))
     return documents
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from loraplex.inference.v1 import inference_pb2 as pb
 
+from loraplex.rerank import TEXT_BYTES, read_documents
 from loraplex.rerank.prompts import INSTRUCTION, Document, Prompts, answer_ids, has_roles
 from loraplex.router.text.chat import ChatTemplate
 from loraplex.router.text.tokenizer import HashTokenizer, ModelTokenizer, PromptTokenizer
@@ -46,6 +48,18 @@ def test_a_template_of_a_query_and_a_document_is_the_rerankers_own() -> None:
     assert has_roles(ChatTemplate("{{ m.role == 'query' }}{{ m.role == \"document\" }}"))
     assert not has_roles(ChatTemplate("{{ m.role == 'query' }}{{ documents }}"))
     assert not has_roles(ChatTemplate())
+
+
+@pytest.mark.parametrize("instruction", ["", "x" * 1_000])
+def test_what_stands_in_every_prompt_counts_with_every_document(instruction: str) -> None:
+    """Prompts of all documents are kept, with the query and the instruction in each."""
+    query = "x" * (TEXT_BYTES // 1_000 - 1 - len(instruction))
+    request = pb.RerankRequest(query=query, documents=["x"] * 1_000, instruction=instruction)
+    assert len(read_documents(request)) == 1_000
+    request.query += "x"
+    with pytest.raises(InvalidField, match="each with its query and the instruction, have") as refused:
+        read_documents(request)
+    assert refused.value.field == "documents[999]"
 
 
 FAMILIES = Path(__file__).parents[1] / "text/families"
