@@ -55,6 +55,7 @@ def test_lines_run_by_adapter_and_then_by_prompt() -> None:
         ([line(functions=[{"name": "f"}])], "line 1: body.functions: is not served"),
         ([line() | {"body": {"model": "a"}}], "line 1: body.messages: is required"),
         ([line(model="")], "line 1: body.model: is empty"),
+        ([line(model="m" * 301)], "line 1: body.model: has more than 300 characters"),
     ],
 )
 def test_a_bad_line_is_named_with_its_field(given: list[Any], message: str) -> None:
@@ -78,6 +79,20 @@ def test_a_file_has_so_many_lines_and_errors(monkeypatch: pytest.MonkeyPatch) ->
     assert len(check(*["{}"] * 9).errors) == 3
     monkeypatch.setattr(lines, "LINE_BYTES", 100)
     assert check(line(text="x" * 200), line()).errors[0].message == "line 1: is larger than 100 bytes"
+
+
+def test_bytes_that_are_no_utf8_are_an_error_of_their_line() -> None:
+    text = json.dumps(line("1")).encode().replace(b"Hi", b"\xff")
+    (error,) = check_file(io.BufferedReader(io.BytesIO(text)), CHAT).errors
+    assert (error.code, error.message[:24]) == ("invalid_json_line", "line 1: is not JSON, and")
+    assert "'utf-8' codec can't decode byte 0xff" in error.message
+
+
+def test_a_batch_has_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MODELS", 2)
+    assert check(line("1", "a"), line("2", "b"), line("3", "a")).errors == []
+    (error,) = check(*(line(str(n), f"m{n}") for n in range(9))).errors
+    assert error.message == "line 3: body.model: a batch has at most 2 models; give the others a batch of their own"
 
 
 def test_as_many_lines_run_at_once_as_slow_nobody_down() -> None:

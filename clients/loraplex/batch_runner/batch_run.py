@@ -107,16 +107,14 @@ class BatchRun:
         await self._store.run(_once("ReportBatch", request))
 
     async def _run(self, file: BinaryIO, pace: LinePace) -> None:
-        if self.batch.state == "cancelling" and not self.batch.total:  # before its file was checked
-            await self._report(finished=True)
-            return
-        if self.batch.state != "finalizing":
-            checked = await self._checked(file)
+        if self.batch.state == "validating" or (self.batch.total and self.batch.state != "finalizing"):
+            checked = await self._checked_or_failed(file)
             if self.batch.state == "validating":
                 await self._begin(checked)
                 if self.batch.has_ended:
                     return
-            await self._run_lines(file, checked.lines, pace)
+            if self.batch.total:  # else it was cancelled before its file was checked
+                await self._run_lines(file, checked.lines, pace)
         while self._results:
             await self._flush()
         if self._leaves:
@@ -139,12 +137,25 @@ class BatchRun:
         file.seek(0)
         return await asyncio.to_thread(check_file, file, self.batch.endpoint)
 
+    async def _checked_or_failed(self, file: BinaryIO) -> CheckedFile:
+        """Return the checked file; a fault of its check ends the batch, which would else be tried again for ever."""
+        try:
+            return await self._checked(file)
+        except Exception:
+            if self.batch.state != "validating":
+                raise
+            log.exception("%s: its file was not checked", self.name)
+            why = "the file was not checked, by an internal error; the runner's log says more"
+            return CheckedFile(errors=[BatchError("internal_error", why)])
+
     async def _begin(self, checked: CheckedFile) -> None:
         """Pin the adapters to their revisions and begin the batch, or end it with what is wrong with its file."""
         models, errors = dict[str, str](), list(checked.errors)
         for name, line in checked.models.items() if not errors else ():
             try:
                 models[name] = await self._pinned(name)
+                if self._ending.is_set() or self._leaves:
+                    return
             except (LoraplexError, HttpError) as error:
                 message = error.message.replace("adapter not found:", "model not found:", 1)
                 errors.append(BatchError("model_not_found", f"line {line}: body.model: {message}", line, "body.model"))
@@ -183,7 +194,7 @@ class BatchRun:
                     self._begun = min(len(lines), place + _CHUNK)
                     await self._report(begun_count=self._begun)
                 if self._stops() and place >= self._begun_before:
-                    self._end_unbegun(calls, file, line)
+                    await self._end_unbegun(calls, file, line)
                     await self._room_for_results()
                     continue
                 while len(running) >= pace.at_once:
@@ -219,7 +230,7 @@ class BatchRun:
                     return
                 self._metrics.waits.labels("quota" if isinstance(error, ResourceExhaustedError) else "cluster").inc()
                 if self._gives_up(error):
-                    self._end_unbegun(calls, file, line)
+                    await self._end_unbegun(calls, file, line)
                     return
             except Exception:  # a fault of this code: the line's alone, not its batch's
                 log.exception("%s: line %d failed", self.batch.id, number)
@@ -256,8 +267,8 @@ class BatchRun:
                 self._ending.set()
         return self._ending.is_set()
 
-    def _end_unbegun(self, calls: LineCalls, file: BinaryIO, line: BatchLine) -> None:
-        custom_id = read_line(file, line)["custom_id"]
+    async def _end_unbegun(self, calls: LineCalls, file: BinaryIO, line: BatchLine) -> None:
+        custom_id = (await asyncio.to_thread(read_line, file, line))["custom_id"]
         code, why = ("batch_expired", "the batch's window ended before it could run")
         if not self._expired:
             code, why = ("batch_cancelled", "the batch was cancelled before it could run")

@@ -23,6 +23,8 @@ from loraplex_client import BatchError
 
 # Maximum lines of a batch, bytes of a line, characters of a custom_id, and errors that are told of a file.
 LINES, LINE_BYTES, ID_CHARACTERS, ERRORS = 50_000, 4 * 1024 * 1024, 512, 100
+# Maximum number of models of a batch, and characters of a model's name: the store gets all names in one message.
+MODELS, MODEL_CHARACTERS = 5_000, 300
 # Bytes of a prompt by which lines are ordered.
 _PREFIX_BYTES = 256
 _FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
@@ -86,13 +88,20 @@ def check_file(file: BinaryIO, endpoint: str) -> CheckedFile:
             if (first := ids.setdefault(fields["custom_id"], number)) != number:
                 why = f"custom_id: {fields['custom_id'][:80]!r} is line {first}'s too; give each line its own"
                 raise HttpError(400, "duplicate_custom_id", why, "custom_id")
+            if checked.models.setdefault(fields["body"]["model"], number) == number and len(checked.models) > MODELS:
+                why = f"body.model: a batch has at most {MODELS} models; give the others a batch of their own"
+                raise HttpError(400, "too_many_models", why, "body.model")
         except HttpError as error:
             checked.errors.append(BatchError(error.code, f"line {number}: {error.message}", number, error.field))
-            if number > LINES or len(text) > LINE_BYTES or len(checked.errors) == ERRORS:
+            if (
+                number > LINES
+                or len(checked.models) > MODELS
+                or len(text) > LINE_BYTES
+                or len(checked.errors) == ERRORS
+            ):
                 break
             continue
         body = fields["body"]
-        checked.models.setdefault(body["model"], number)
         prefix = msgspec.json.encode(body.get("messages") or body.get("prompt"))[:_PREFIX_BYTES]
         checked.lines.append(line)
         keys.append((body["model"], prefix, number))
@@ -107,7 +116,7 @@ def _fields(text: bytes, endpoint: str) -> dict[str, Any]:
     """Return the fields of a line. Raises HttpError."""
     try:
         fields = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of msgspec, and UnicodeDecodeError
         cut = "" if text.endswith(b"\n") else ", and the file ends in it: was it sent in full?"
         raise HttpError(400, "invalid_json_line", f"is not JSON{cut}: {error}") from None
     if not isinstance(fields, dict):
@@ -143,6 +152,8 @@ def _check_body(body: Mapping[str, Any], endpoint: str) -> None:
             raise HttpError(400, "invalid_value", "stream: is not served in a batch; leave it out", "stream")
         if not request["model"]:
             raise HttpError(400, "invalid_value", "model: is empty", "model")
+        if len(request["model"]) > MODEL_CHARACTERS:
+            raise HttpError(400, "invalid_value", f"model: has more than {MODEL_CHARACTERS} characters", "model")
     except HttpError as error:
         error = renamed(error, names)
         told = error.message if not error.field else error.message.removeprefix(f"{error.field}: ")

@@ -162,6 +162,11 @@ async def test_a_bad_batch_is_refused_by_its_field(client: openai.AsyncOpenAI, f
         await client.batches.create(**given)
 
 
+async def test_a_limit_of_too_many_digits_is_refused(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="limit: '0000000201099999999999' is not a number"):
+        await client.get("/batches?limit=0000000201099999999999", cast_to=object)
+
+
 async def test_a_bad_upload_is_refused_by_its_part(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose: 'vision' is not served; give batch"):
         await client.files.create(file=("a", b"x"), purpose="vision")
@@ -206,6 +211,32 @@ async def test_lines_that_had_no_time_are_in_the_file_of_errors(
     assert (batch.status, batch.request_counts.failed, batch.output_file_id) == ("expired", 3, None)
     errors = await lines_of(client, batch.error_file_id)
     assert [(one["custom_id"], one["error"]["code"]) for one in errors] == [(str(n), "batch_expired") for n in range(3)]
+
+
+async def test_a_batch_that_is_cancelled_while_its_file_is_checked_ends(
+    client: openai.AsyncOpenAI, cluster: Cluster, no_runner: AsyncConnection
+) -> None:
+    made = await begun(client, jsonl(chat_line("1", "c", "Hi"), chat_line("2", "a", "Hi")))
+    async with make_client(",".join(cluster.local.routers), cluster.local.store, None) as caller:
+        run = await lease_batch(no_runner, caller, RunnerMetrics())
+        assert run is not None
+        await client.batches.cancel(made.id)
+        await run.run(LinePace(4, 1.1))
+    batch: Any = await client.batches.retrieve(made.id)
+    assert (batch.status, batch.request_counts.total, batch.error_file_id) == ("cancelled", 0, None)
+
+
+async def test_a_file_whose_check_breaks_fails_its_batch_alone(
+    client: openai.AsyncOpenAI, cluster: Cluster, no_runner: AsyncConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("loraplex.batch_runner.batch_run.check_file", breaks)
+    made = await begun(client, jsonl(chat_line("1", "c", "Hi")))
+    await run_here(cluster, no_runner)
+    batch: Any = await client.batches.retrieve(made.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
 
 
 async def test_lines_wait_for_a_quota(client: openai.AsyncOpenAI, cluster: Cluster, eventually: Eventually) -> None:
