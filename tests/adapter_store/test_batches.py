@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +15,7 @@ from loraplex.batches.v1 import batches_pb2 as pb
 from loraplex.batches.v1 import batches_pb2_grpc
 
 from loraplex.adapter_store.app import Store
+from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
 from loraplex.batch_store import batches as batches_module
 from tests.adapter_store.conftest import metadata
@@ -162,6 +165,41 @@ async def test_a_batch_expires_fails_or_is_cancelled(call: Caller) -> None:
     assert cancelling == (await call("CancelBatch", name=batch.name)).batch
     assert cancelling.state == pb.BATCH_STATE_CANCELLING
     assert (await call.report(lease, finished=True)).state == pb.BATCH_STATE_CANCELLED
+
+
+async def test_tenants_have_turns_at_the_runners(call: Caller) -> None:
+    for _ in range(3):
+        await call.batch()
+    file = await call.upload(b"1", "other")
+    await call("CreateBatch", "other", input_file=file.name, endpoint=CHAT)
+    leased = [(await call("LeaseBatch")).batch.name.split("/")[1] for _ in range(4)]
+    assert leased == ["acme", "other", "acme", "acme"]
+
+
+async def test_batches_and_their_answers_do_not_fill_the_store(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_module, "KEPT", 2)
+    first, second = await call.batch(), await call.batch()
+    for _ in range(2):
+        lease = await call("LeaseBatch")
+        await call.report(lease, errors=[pb.BatchError(code="c", message="m")])
+    open_one = await call.batch()
+    assert [one.name for one in (await call("ListBatches")).batches] == [open_one.name, second.name]
+    with pytest.raises(grpc.aio.AioRpcError, match="batch not found"):
+        await call("GetBatch", name=first.name)
+    await call.batch()
+    await call.batch()
+    assert (await call("GetBatch", name=open_one.name)).batch.state == pb.BATCH_STATE_VALIDATING
+    file = await call.upload(b"x")
+    monkeypatch.setattr("loraplex.batch_store.files.TENANT_FILES", 1)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"at most 1 files of .* together: delete some"):
+        await call("CreateBatch", input_file=file.name, endpoint=CHAT)
+
+
+def test_results_are_counted_without_reading_them(tmp_path: Path) -> None:
+    query = "EXPLAIN QUERY PLAN SELECT count(*), coalesce(sum(failed), 0) FROM batch_results WHERE batch = 'b'"
+    with closing(EmbeddedDatabase(tmp_path / "catalog.db")) as database, database.reading() as rows:
+        (step,) = rows.execute(query).fetchall()
+    assert "USING COVERING INDEX" in step["detail"]
 
 
 async def test_pages_are_newest_first_and_begin_behind_a_batch(call: Caller) -> None:

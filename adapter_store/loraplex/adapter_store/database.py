@@ -271,6 +271,7 @@ CREATE INDEX open_batches ON batches (lease_end_ns) WHERE is_open = 1;
 CREATE INDEX batches_by_tenant ON batches (tenant, number);
 CREATE TABLE batch_results (batch TEXT NOT NULL REFERENCES batches (batch) ON DELETE CASCADE, line INTEGER NOT NULL,
     failed INTEGER NOT NULL, result TEXT NOT NULL, PRIMARY KEY (batch, line));
+CREATE INDEX batch_results_by_end ON batch_results (batch, failed, line);
 CREATE TABLE batch_events (event INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, record TEXT NOT NULL);
 """,
 )

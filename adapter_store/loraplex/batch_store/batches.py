@@ -25,13 +25,15 @@ import msgspec
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.records import Row, Rows
 from loraplex.adapter_store.storage import DataDirectory
-from loraplex.batch_store.files import INPUT, OUTPUT, BatchFile, add_file, new_file, number_of, read_file
+from loraplex.batch_store.files import INPUT, OUTPUT, BatchFile, add_file, check_room, new_file, number_of, read_file
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 
 # Time in seconds for which a runner has a batch after a report.
 LEASE_S = 5.0
 # Maximum number of a tenant's batches that have not ended, of lines of a batch, and of errors that are kept of a file.
 OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
+# Number of a tenant's newest batches that are kept; of older ones the files are.
+KEPT = 10_000
 # Number of events that are kept for webhooks.
 _EVENTS = 100_000
 # Maximum number of results that are written into a file at a time.
@@ -154,6 +156,7 @@ class Batches:
         with self._database.transaction() as rows:
             if read_file(rows, tenant, input_file).purpose != INPUT:
                 raise InvalidField("input_file", f"{input_file} has answers of a batch: give a file of requests")
+            check_room(rows, tenant)  # for its answers
             query = "SELECT count(*) FROM batches WHERE tenant = ? AND is_open = 1"
             if rows.execute(query, (tenant,)).fetchone()[0] >= OPEN_BATCHES:
                 message = f"tenant {tenant} has {OPEN_BATCHES} batches that run, the maximum; wait until one has ended"
@@ -162,6 +165,11 @@ class Batches:
                 "INSERT INTO batches (batch, tenant, key_id, input_file, is_open, lease, lease_end_ns, record) "
                 "VALUES (?, ?, ?, ?, 1, 0, 0, ?)",
                 (batch, tenant, key_id, input_file, _encode(record)),
+            )
+            rows.execute(
+                "DELETE FROM batches WHERE tenant = :tenant AND is_open = 0 AND number <= "
+                "(SELECT number FROM batches WHERE tenant = :tenant ORDER BY number DESC LIMIT 1 OFFSET :kept)",
+                {"tenant": tenant, "kept": KEPT},
             )
             return _read(rows, batch, tenant)
 
@@ -189,14 +197,21 @@ class Batches:
             return found
 
     def lease(self) -> tuple[Batch, list[int]] | None:
-        """Take an open batch that no runner has, the oldest; returns it and its lines that have ended."""
+        """Take an open batch that no runner has, the oldest of the tenants of whom runners have the fewest.
+
+        Returns it and its lines that have ended.
+        """
         now = time.time_ns()
-        query = "SELECT * FROM batches WHERE is_open = 1 AND lease_end_ns < ? ORDER BY number LIMIT 1"
+        query = (
+            "SELECT batches.* FROM batches LEFT JOIN (SELECT tenant, count(*) AS number FROM batches "
+            "WHERE is_open = 1 AND lease_end_ns >= :now GROUP BY tenant) AS held ON held.tenant = batches.tenant "
+            "WHERE is_open = 1 AND lease_end_ns < :now ORDER BY coalesce(held.number, 0), batches.number LIMIT 1"
+        )
         with self._database.reading() as rows:  # runners ask often, and beside other transactions
-            if rows.execute(query, (now,)).fetchone() is None:
+            if rows.execute(query, {"now": now}).fetchone() is None:
                 return None
         with self._database.transaction() as rows:
-            row = rows.execute(query, (now,)).fetchone()
+            row = rows.execute(query, {"now": now}).fetchone()
             if row is None:
                 return None
             batch = row["batch"]

@@ -55,13 +55,7 @@ class BatchFiles:
             self._database.swept(self._data, [blob.digest]),
             self._database.transaction() as rows,
         ):
-            count, used = rows.execute(
-                "SELECT count(*), coalesce(sum(bytes), 0) FROM batch_files WHERE tenant = ?", (tenant,)
-            ).fetchone()
-            if count >= TENANT_FILES or int(used) + blob.size > TENANT_BYTES:
-                most = f"at most {TENANT_FILES} files of {TENANT_BYTES} bytes together"
-                message = f"tenant {tenant} has {count} files of {used} bytes; {most}: delete some"
-                raise Exhausted(f"tenants/{tenant}/files", message, retry_after_s=None, reason="FILES_FULL")
+            check_room(rows, tenant, blob.size)
             keep(rows, "file")
             add_file(rows, file)
         return self.get(tenant, file.file)
@@ -103,6 +97,17 @@ class BatchFiles:
 def new_file(tenant: str, purpose: str, filename: str, blob: Blob) -> BatchFile:
     """Return a file with an id of its own, that is not kept yet."""
     return BatchFile(f"file-{secrets.token_hex(12)}", tenant, purpose, filename, blob, time.time_ns())
+
+
+def check_room(rows: Rows, tenant: str, size: int = 0) -> None:
+    """Raise Exhausted where a tenant may not have another file of so many bytes."""
+    count, used = rows.execute(
+        "SELECT count(*), coalesce(sum(bytes), 0) FROM batch_files WHERE tenant = ?", (tenant,)
+    ).fetchone()
+    if count >= TENANT_FILES or int(used) + size > TENANT_BYTES:
+        most = f"at most {TENANT_FILES} files of {TENANT_BYTES} bytes together"
+        message = f"tenant {tenant} has {count} files of {used} bytes; {most}: delete some"
+        raise Exhausted(f"tenants/{tenant}/files", message, retry_after_s=None, reason="FILES_FULL")
 
 
 def add_file(rows: Rows, file: BatchFile) -> None:
