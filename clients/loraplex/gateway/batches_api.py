@@ -217,7 +217,7 @@ def _window_s(text: str) -> float:
 def _limit(text: str | None, most: int) -> int:
     if text is None:
         return most
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= most):
         raise invalid("limit", f"{text[:40]!r} is not a number from 1 to {most}")
     return int(text)
 
