@@ -223,6 +223,24 @@ async def test_a_key_that_changes_ends_its_streams_in_time(served: Served, chang
     calls[1].cancel()
 
 
+async def test_a_batchs_call_goes_on_while_its_key_is_valid(served: Served) -> None:
+    async def line() -> None:
+        roles, kind = frozenset({Role.BATCHES}), CredentialKind.CERTIFICATE
+        served.directory.calls.enter(Principal("a", roles, kind, key_id=served.keys[0].key_id, for_batch=True))
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(5):
+        running = asyncio.create_task(line())
+        await asyncio.sleep(0)
+        served.directory.put(served.keys, clear=True)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not running.cancelling()
+        served.revoke(0)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
 async def test_keys_that_an_older_catalog_lacks_end_their_streams(served: Served) -> None:
     call = served.stub.Generate(pb.GenerateRequest(), metadata=served.metadata(0))
     await call.read()

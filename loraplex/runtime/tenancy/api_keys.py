@@ -54,9 +54,9 @@ class HashedKey:
     secrets: tuple[HashedSecret, ...]
 
     def ends_at(self, sha256: bytes) -> float | None:
-        """Return when a secret of the key ends, or has ended; None: never."""
+        """Return when a secret of the key ends, or has ended; None: never. Without one: when the key does."""
         same = [secret.expires_at for secret in self.secrets if secret.sha256 == sha256]
-        return min((end for end in (self.expires_at, *(same or [0.0])) if end is not None), default=None)
+        return min((end for end in (self.expires_at, *(same or [0.0] * bool(sha256))) if end is not None), default=None)
 
 
 def new_api_key(key_id: str = "") -> tuple[str, str, bytes]:
