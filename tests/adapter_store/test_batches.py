@@ -213,6 +213,18 @@ async def test_pages_are_newest_first_and_begin_behind_a_batch(call: Caller) -> 
         await call("ListBatches", page_token="x")
 
 
+async def test_a_page_reads_little_more_than_it_has(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [(await call.batch()).name for _ in range(5)][::-1]
+    assert [batch.name for batch in (await call("ListBatches", page_size=5)).batches] == names
+    reads, read = list[Any](), batches_module._batch
+    monkeypatch.setattr(batches_module, "_batch", lambda rows, row: reads.append(row) or read(rows, row))  # type: ignore[func-returns-value]
+    monkeypatch.setattr("loraplex.adapter_store.convert._MAX_BYTES", 1)
+    monkeypatch.setattr(batches_module, "_READ", 2, raising=False)
+    first = await call("ListBatches", page_size=5)
+    assert ([batch.name for batch in first.batches], len(reads)) == (names[:1], 2)
+    assert names[0].endswith(first.next_page_token)
+
+
 async def test_a_purge_of_a_tenant_takes_its_files_and_batches(call: Caller, store: Store) -> None:
     batch = await call.batch()
     other = await call.upload(b"others", "other")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -36,8 +36,8 @@ OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
 KEPT = 10_000
 # Number of events that are kept for webhooks.
 _EVENTS = 100_000
-# Maximum number of results that are written into a file at a time.
-_WRITTEN = 500
+# Maximum number of results that are written at a time, and of batches, which have up to 5,000 models, that are read.
+_WRITTEN, _READ = 500, 20
 
 
 class BatchState(StrEnum):
@@ -178,12 +178,19 @@ class Batches:
         with self._database.reading() as rows:
             return _read(rows, batch, tenant)
 
-    def page(self, tenant: str, after: str, size: int) -> Sequence[Batch]:
-        """Return batches of the tenant, newest first, from the one after `after` on, if any."""
+    def page(self, tenant: str, after: str, size: int) -> Iterator[Batch]:
+        """Yield batches of the tenant, newest first, from the one after `after` on, if any."""
         query = "SELECT * FROM batches WHERE tenant = ? AND number < ? ORDER BY number DESC LIMIT ?"
         with self._database.reading() as rows:
             before = number_of(rows, "batches", "batch", tenant, after)
-            return [_batch(rows, row) for row in rows.execute(query, (tenant, before, size)).fetchall()]
+        while size > 0:
+            with self._database.reading() as rows:
+                found = rows.execute(query, (tenant, before, min(size, _READ))).fetchall()
+                batches = [_batch(rows, row) for row in found]
+            if not batches:
+                return
+            yield from batches
+            before, size = batches[-1].number, size - len(batches)
 
     def cancel(self, tenant: str, batch: str) -> Batch:
         """Begin no further lines of a batch. Raises NotFound, and Mismatch for one that has ended."""

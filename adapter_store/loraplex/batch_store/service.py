@@ -141,9 +141,10 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
     async def ListBatches(self, request: pb.ListBatchesRequest, context: Context) -> pb.ListBatchesResponse:
         """Return a page of the tenant's batches, newest first."""
         size, after = page_size(request.page_size), _printable("page_token", request.page_token)
-        batches = await asyncio.to_thread(self._batches.page, calling_tenant(), after, size + 1)
-        page, has_more = fill_page(batches, _batch_to_pb, lambda batch: (batch.batch,), size)
-        return pb.ListBatchesResponse(batches=page, next_page_token=batches[len(page) - 1].batch if has_more else "")
+        batches = self._batches.page(calling_tenant(), after, size + 1)
+        page, has_more = await asyncio.to_thread(fill_page, batches, _batch_to_pb, lambda batch: (batch.batch,), size)
+        token = page[-1].name.rpartition("/")[2] if has_more else ""
+        return pb.ListBatchesResponse(batches=page, next_page_token=token)
 
     async def CancelBatch(self, request: pb.CancelBatchRequest, context: Context) -> pb.CancelBatchResponse:
         """Begin no further lines of a batch."""
