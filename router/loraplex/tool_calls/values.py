@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Strings, of which the last may be cut, and words with the colon that makes one a key; in a literal.
-_STRINGS = r"""{}"(?P<double>(?:\\.|[^"\\])*)(?:"|$)|'(?P<single>(?:\\.|[^'\\])*)(?:'|$)|"""
+# Strings, of which the last may be cut, in an escape too, and words with the colon that makes one a key; in a literal.
+_STRINGS = r"""{}"(?P<double>(?:\\.|[^"\\])*)(?:"|\\?$)|'(?P<single>(?:\\.|[^'\\])*)(?:'|\\?$)|"""
 _LITERALS = _STRINGS + r"""(?P<word>[^\s{{}}\[\],:"']+)(?P<key>\s*:)?"""
 # What Python calls otherwise than JSON.
 _WORDS = {"True": "true", "False": "false", "None": "null"}

@@ -414,6 +414,9 @@ def test_values_of_many_quotes_and_brackets_are_read_once() -> None:
     for value in ('"' + '\\"' * 20_000, "'" * 20_001 + '"' * 20_001, "[" * 20_000):  # nothing ends them
         assert read(form, [f"[weather(city={value})]"]).calls == [("weather", '{"city": ')]
         assert json.loads(json_of(value)) == value
+    # A cut string that ends with a backslash; the lengths are such that reading from each quote again takes minutes.
+    assert json_of("'\\" * 200_000) == json.dumps("'" * 199_999)
+    assert json.loads(json_of('"\\' * 200_000)) == '"\\' * 200_000
     deep = '{"a": ' * 20_000 + "1" + "}" * 20_000
     assert read(form, [f"[weather(city={deep})]"]).calls == [("weather", json.dumps({"city": deep}))]
 
