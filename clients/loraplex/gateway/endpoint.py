@@ -190,7 +190,8 @@ class HttpCall:
         span: RequestSpan,
     ) -> None:
         self.exchange, self._span = exchange, span
-        self._long, self._counted_as = gateway.long, counted_as
+        # The name of the caller whose share the request takes.
+        self.counted_as, self._long = counted_as, gateway.long
         self.cluster = gateway.cluster
         self.metrics = gateway.metrics
         self.turns, self.trainers = gateway.turns, gateway.trainers
@@ -225,7 +226,7 @@ class HttpCall:
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Return what a work on so many bytes or values returns; long work is done in a thread at the caller's turn."""
-        return work() if size <= _SHORT else await self._long.run(self._counted_as, work)
+        return work() if size <= _SHORT else await self._long.run(self.counted_as, work)
 
     async def read(self, kind: Body) -> dict[str, Any]:
         """Return the fields of the body. Raises HttpError naming one that is wrong."""
@@ -276,6 +277,15 @@ def reads_body(handler: Handler) -> Handler:
     """Mark a handler that reads its request's body itself, as it comes, by `exchange.pieces`."""
     _READS_BODY.add(handler)
     return handler
+
+
+_ALWAYS: set[Handler] = set()
+
+
+def always_served(handler: Handler) -> Handler:
+    """Mark a handler that takes no body, and is served whatever share a caller has: its requests may wait for it."""
+    _ALWAYS.add(handler)
+    return reads_body(handler)
 
 
 class OpenRequests:
@@ -348,7 +358,7 @@ class HttpEndpoint:
         if self._gateway.cookies is not None and self.path.startswith(_OF_PEOPLE):
             exchange.headers = self._gateway.cookies.as_bearer(exchange.headers)
         caller = await self._gateway.cluster.counted_as(exchange.headers)
-        with self._open.running(caller):
+        with nullcontext() if handler in _ALWAYS else self._open.running(caller):
             try:
                 body = b"" if handler in _READS_BODY else await exchange.read_body(self._open.bytes, caller)
                 call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller, span)
@@ -383,7 +393,13 @@ _SAMPLING = ("chat", "text_completion")
 
 
 async def _run(handler: Handler, call: HttpCall, *, samples: bool) -> None:
-    async with call.trainers.sampling(call.identity) if samples else nullcontext():
+    if not samples:
+        await handler(call)
+        return
+    began = time.monotonic()
+    async with call.trainers.sampling(call.identity, call.timeout_s):
+        if call.timeout_s is not None:
+            call.timeout_s = max(1e-3, call.timeout_s - (time.monotonic() - began))
         await handler(call)
 
 

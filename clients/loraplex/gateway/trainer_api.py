@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from loraplex.gateway.adapters_api import read_query, read_ttl
 from loraplex.gateway.bodies import Body
-from loraplex.gateway.endpoint import HttpCall, Protocol
+from loraplex.gateway.endpoint import HttpCall, Protocol, always_served
 from loraplex.gateway.errors import HttpError, no_store, not_served, renamed
 from loraplex.gateway.openai_api import error_of as openai_error
 from loraplex.gateway.openai_api import event
@@ -110,7 +110,7 @@ async def pause(call: HttpCall) -> None:
         why = f"{mode[:80]!r} is not served: answers end on the revision that they began with; give keep or wait"
         raise not_served("mode", why)
     caller = call.identity
-    call.trainers.pause(caller)
+    call.trainers.pause(caller, call.counted_as)
     if mode == "wait":
         try:
             async with asyncio.timeout(call.timeout_s or PAUSE_S):
@@ -120,12 +120,14 @@ async def pause(call: HttpCall) -> None:
     await call.exchange.answer({"status": "paused"})
 
 
+@always_served
 async def resume(call: HttpCall) -> None:
     """Let the caller's sampling calls go on. Raises HttpError."""
     call.trainers.resume(call.identity)
     await call.exchange.answer({"status": "resumed"})
 
 
+@always_served
 async def is_paused(call: HttpCall) -> None:
     """Answer whether the caller's new sampling calls wait. Raises HttpError."""
     await call.exchange.answer({"is_paused": call.trainers.is_paused(call.identity)})

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from loraplex.gateway.errors import full
+from loraplex.gateway.errors import HttpError, full
+from loraplex.runtime.rpc.shares import Shares
 
 # Time in seconds after which a pause ends by itself: its trainer may have died.
 PAUSE_S = 600.0
-# Maximum number of callers that have paused.
+# Maximum number of callers that have paused; a tenant gets a share of them.
 _PAUSED = 1_024
 # Time in seconds for which a loaded name is sent with its digest; routers look for other revisions each second.
 _LOADED_S = 5.0
@@ -28,40 +29,48 @@ class Trainers:
     """Pauses and loaded names, by the callers' hashes."""
 
     def __init__(self) -> None:
-        self._paused: dict[bytes, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
+        self._paused: dict[bytes, tuple[asyncio.Event, asyncio.TimerHandle, str]] = {}
+        self._shares = Shares(_PAUSED)
         self._running: Counter[bytes] = Counter()
         self._idle: dict[bytes, asyncio.Event] = {}
         # The digest that a caller's name means, and until when it is certain.
         self._loaded: dict[tuple[bytes, str], tuple[str, float]] = {}
 
-    def pause(self, caller: bytes) -> None:
+    def pause(self, caller: bytes, tenant: str) -> None:
         """Let the caller's new sampling calls wait until it resumes, or PAUSE_S have passed. Raises HttpError."""
-        if caller not in self._paused and len(self._paused) >= _PAUSED:
+        resumed = asyncio.Event()
+        if (paused := self._paused.get(caller)) is not None:
+            resumed, timer, tenant = paused  # the share is that of the name at its beginning
+            timer.cancel()
+        elif not self._shares.take(tenant):
             raise full("has as many paused callers as it may")
-        resumed = self._end(caller) or asyncio.Event()
         timer = asyncio.get_running_loop().call_later(PAUSE_S, self.resume, caller)
-        self._paused[caller] = resumed, timer
+        self._paused[caller] = resumed, timer, tenant
 
     def resume(self, caller: bytes) -> None:
         """Let the caller's calls go on; one that has not paused may resume, too."""
-        if (resumed := self._end(caller)) is not None:
+        if (paused := self._paused.pop(caller, None)) is not None:
+            resumed, timer, tenant = paused
+            timer.cancel()
+            self._shares.give(tenant)
             resumed.set()
 
     def is_paused(self, caller: bytes) -> bool:
         """Return whether the caller's new sampling calls wait."""
         return caller in self._paused
 
-    def _end(self, caller: bytes) -> asyncio.Event | None:
-        if (paused := self._paused.pop(caller, None)) is None:
-            return None
-        paused[1].cancel()
-        return paused[0]
-
     @asynccontextmanager
-    async def sampling(self, caller: bytes) -> AsyncIterator[None]:
-        """Begin a sampling call, once its caller has not paused; it runs while the context is open."""
-        while (paused := self._paused.get(caller)) is not None:
-            await paused[0].wait()
+    async def sampling(self, caller: bytes, timeout_s: float | None) -> AsyncIterator[None]:
+        """Begin a sampling call, once its caller has not paused; it runs while the context is open.
+
+        Raises HttpError where the caller has paused for longer than the call's time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (paused := self._paused.get(caller)) is not None:
+                    await paused[0].wait()
+        except TimeoutError:
+            raise HttpError(504, "deadline_exceeded", "the key's calls are paused; call /resume") from None
         self._running[caller] += 1
         try:
             yield

@@ -16,7 +16,10 @@ from starlette.datastructures import Headers
 
 from loraplex.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests
 from loraplex.gateway.errors import HttpError
+from loraplex.gateway.exchange import TIMEOUT_HEADER
 from loraplex.gateway.openai_api import CHAT, PROTOCOL
+from loraplex.gateway.trainer_api import is_paused, resume
+from loraplex.gateway.trainers import Trainers
 from loraplex.runtime.rpc.shares import Shares
 from loraplex.runtime.telemetry.tracing import Spans
 from loraplex_client import UnavailableError
@@ -55,7 +58,9 @@ class Client:
         for _ in range(running):
             self.open.enter_context(requests.running("Bearer loud"))
         gateway = Gateway(cluster, self.metrics, spans=spans or Spans())
-        self._endpoint = HttpEndpoint("/x", PROTOCOL, {"POST": handler}, gateway, requests, "chat")
+        self.trainers = gateway.trainers
+        operation = "" if handler in (resume, is_paused) else "chat"
+        self._endpoint = HttpEndpoint("/x", PROTOCOL, {"POST": handler}, gateway, requests, operation)
         self._asked, self._body = False, body
 
     async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, str]:
@@ -115,6 +120,45 @@ async def test_a_full_gateway_refuses() -> None:
     assert (await client.ask(((b"authorization", b"Bearer quiet"),)))[0] == 200
     client.open.close()
     assert not client._endpoint._open._running._of_tenant
+
+
+async def test_a_caller_whose_requests_all_wait_may_resume() -> None:
+    """A trainer's rollouts may be as many as its share of requests, and all of them wait for /resume."""
+    loud = ((b"authorization", b"Bearer loud"),)
+    client = Client(resume, running=4)
+    client.trainers.pause(b"Bearer loud", "Bearer loud")
+    assert (await client.ask(loud))[0] == 200
+    assert not client.trainers.is_paused(b"Bearer loud")
+    assert (await Client(is_paused, running=4).ask(loud)) == (200, '{"is_paused":false}')
+
+
+async def test_a_paused_call_ends_with_its_deadline() -> None:
+    async def answers(call: HttpCall) -> None:
+        await call.exchange.answer({})
+
+    client = Client(answers)
+    client.trainers.pause(b"Bearer loud", "Bearer loud")
+    limits = ((b"authorization", b"Bearer loud"), (TIMEOUT_HEADER.encode(), b"1"))
+    status, body = await client.ask(limits)
+    assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
+    client.trainers.resume(b"Bearer loud")
+    assert not client.trainers._shares._of_tenant
+
+
+async def test_one_tenants_pauses_leave_room_for_others() -> None:
+    trainers = Trainers()
+    for number in range(512):
+        trainers.pause(b"key %d" % number, "loud")
+    with pytest.raises(HttpError, match="as many paused callers"):
+        trainers.pause(b"key 512", "loud")
+    trainers.pause(b"key 511", "loud, by another name")
+    trainers.pause(b"key", "quiet")
+    trainers.pause(b"key", "quiet")
+    assert trainers.is_paused(b"key")
+    for number in range(512):
+        trainers.resume(b"key %d" % number)
+    trainers.resume(b"key")
+    assert not trainers._shares._of_tenant
 
 
 async def test_the_bodies_of_a_caller_have_half_of_what_all_may_have() -> None:
