@@ -108,7 +108,7 @@ class BatchRun:
 
     async def _run(self, file: BinaryIO, pace: LinePace) -> None:
         if self.batch.state == "validating" or (self.batch.total and self.batch.state != "finalizing"):
-            checked = await self._checked_or_failed(file)
+            checked = await self._checked(file)
             if self.batch.state == "validating":
                 await self._begin(checked)
                 if self.batch.has_ended:
@@ -135,13 +135,11 @@ class BatchRun:
                 await asyncio.sleep(retry_after_s(error) or REPORT_S)
         file.flush()
         file.seek(0)
-        return await asyncio.to_thread(check_file, file, self.batch.endpoint)
-
-    async def _checked_or_failed(self, file: BinaryIO) -> CheckedFile:
-        """Return the checked file; a fault of its check ends the batch, which would else be tried again for ever."""
         try:
-            return await self._checked(file)
-        except Exception:
+            return await asyncio.to_thread(check_file, file, self.batch.endpoint)
+        except OSError:  # of this machine
+            raise
+        except Exception:  # a fault of this code ends the batch, which would else be tried again for ever
             if self.batch.state != "validating":
                 raise
             log.exception("%s: its file was not checked", self.name)
