@@ -149,6 +149,24 @@ async def test_a_lease_that_lapsed_is_anothers_and_its_holder_writes_no_more(
     assert (await call("LeaseBatch")).lease == 3
 
 
+async def test_nobody_takes_a_batch_while_the_store_writes_its_files(
+    call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await call.batch()
+    lease = await call("LeaseBatch")
+    await call.report(lease, total_count=1, models={"a": "a"}, results=[result(1)])
+    pieces, now, taken = batches_module.Batches._result_pieces, time.time_ns, list[Any]()
+
+    def slow_pieces(self: batches_module.Batches, batch: str, failed: int) -> Any:
+        monkeypatch.setattr("loraplex.batch_store.batches.time.time_ns", lambda: now() + 60 * 10**9)
+        taken.append(self.lease())
+        return pieces(self, batch, failed)
+
+    monkeypatch.setattr(batches_module.Batches, "_result_pieces", slow_pieces)
+    assert (await call.report(lease, finished=True)).state == pb.BATCH_STATE_COMPLETED
+    assert taken == [None, None]
+
+
 async def test_a_batch_expires_fails_or_is_cancelled(call: Caller) -> None:
     await call.batch()
     lease = await call("LeaseBatch")

@@ -28,8 +28,8 @@ from loraplex.adapter_store.storage import DataDirectory
 from loraplex.batch_store.files import INPUT, OUTPUT, BatchFile, add_file, check_room, new_file, number_of, read_file
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 
-# Time in seconds for which a runner has a batch after a report.
-LEASE_S = 5.0
+# Time in seconds for which a runner has a batch after a report, and after that of its end: the store writes its files.
+LEASE_S, FINISH_S = 5.0, 600.0
 # Maximum number of a tenant's batches that have not ended, of lines of a batch, and of errors that are kept of a file.
 OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
 # Number of a tenant's newest batches that are kept; of older ones the files are.
@@ -268,6 +268,8 @@ class Batches:
                 record.is_late = expired
                 record.move(BatchState.FINALIZING)
                 _write(rows, found)
+            end_ns = time.time_ns() + round(FINISH_S * 1e9)
+            rows.execute("UPDATE batches SET lease_end_ns = ? WHERE batch = ?", (end_ns, batch.batch))
         end = BatchState.CANCELLED
         if record.state is BatchState.FINALIZING:
             end = BatchState.EXPIRED if record.is_late else BatchState.COMPLETED
