@@ -49,6 +49,7 @@ def test_lines_run_by_adapter_and_then_by_prompt() -> None:
         ([line() | {"more": 7}], "line 1: more: unknown parameter"),
         ([{"custom_id": "1"}], "line 1: method: is required"),
         (["[]"], "line 1: is not a JSON object"),
+        (["[" + "[]," * 20_001 + "[]]"], "line 1: the body has more than 20000 objects and lists"),
         ([line(), ""], "line 2: is not JSON: Input data was truncated"),
         ([line(temperature="hot")], "line 1: body.temperature: input should be a valid number"),
         ([line(nosuch=1)], "line 1: body.nosuch: unknown parameter"),

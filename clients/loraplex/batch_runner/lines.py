@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from loraplex.gateway.bodies import Body
+from loraplex.gateway.bodies import Body, check_json_size
 from loraplex.gateway.errors import HttpError, renamed
 from loraplex.gateway.openai_api import CHAT, COMPLETION, chat_options, completion_options, format_names
 from loraplex.gateway.openai_messages import sdk_messages
@@ -114,6 +114,7 @@ def check_file(file: BinaryIO, endpoint: str) -> CheckedFile:
 
 def _fields(text: bytes, endpoint: str) -> dict[str, Any]:
     """Return the fields of a line. Raises HttpError."""
+    check_json_size(text)  # before it is parsed, in which no other thread has a turn
     try:
         fields = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:  # of msgspec, and UnicodeDecodeError
