@@ -272,7 +272,7 @@ class CallReader(NoCalls):
         while not finder.mark:
             passed += finder.push((yield from self.one()))
             if most is not None and len(passed) > most:
-                raise _BrokenError(passed + finder.partial if most == 0 else "")
+                raise _BrokenError(passed + finder.partial)
         self._passed = passed
         return finder.mark
 

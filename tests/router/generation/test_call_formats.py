@@ -453,6 +453,17 @@ def test_definitions_that_make_a_grammar_too_large_are_left_out() -> None:
     assert caught.value.field == "chat.tools[0].parameters"
 
 
+def test_what_follows_a_broken_call_is_text_to_its_last_character() -> None:
+    words = "is what I would write, if only " * 5
+    for family, call in (
+        ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter="),
+        ("glm", "<tool_call>weather\n<arg_key>"),
+    ):
+        for pieces in ([call + words + "end"], [*call, *words, "end"]):
+            found = read(form_of(family, asked()), pieces)
+            assert (found.text.strip(), found.calls) == (words + "end", [("weather", "{")])
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [
