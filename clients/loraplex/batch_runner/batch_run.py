@@ -27,6 +27,7 @@ from loraplex_client import (
     AbortedError,
     AsyncClient,
     BatchError,
+    DataLossError,
     LoraplexError,
     NotFoundError,
     ResourceExhaustedError,
@@ -130,6 +131,9 @@ class BatchRun:
                 await self._store.run(_download(request, file))
                 break
             except LoraplexError as error:
+                if isinstance(error, DataLossError) and self.batch.state == "validating":
+                    why = f"the file is damaged at the store: upload it again; {error.message}"
+                    return CheckedFile(errors=[BatchError("file_damaged", why)])
                 if retry_after_s(error) is None:
                     raise
                 await asyncio.sleep(retry_after_s(error) or REPORT_S)

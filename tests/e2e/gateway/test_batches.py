@@ -23,7 +23,7 @@ from loraplex.batch_runner.line_call import make_client, seed_of
 from loraplex.batch_runner.metrics import RunnerMetrics
 from loraplex.batch_runner.pace import LinePace
 from loraplex.contracts.options import SamplingParams
-from loraplex_client import AsyncClient, ResourceExhaustedError
+from loraplex_client import AsyncClient, DataLossError, ResourceExhaustedError
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.endpoint import Credentials
 from tests.e2e.conftest import TENANT, Cluster
@@ -237,6 +237,19 @@ async def test_a_file_whose_check_breaks_fails_its_batch_alone(
     await run_here(cluster, no_runner)
     batch: Any = await client.batches.retrieve(made.id)
     assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
+
+
+async def test_a_file_that_is_damaged_fails_its_batch(
+    client: openai.AsyncOpenAI, cluster: Cluster, no_runner: AsyncConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: object) -> None:
+        raise DataLossError("other bytes than its digest says", kind="file", name="file-1")
+
+    monkeypatch.setattr("loraplex.batch_runner.batch_run._download", damaged)
+    made = await begun(client, jsonl(chat_line("1", "c", "Hi")))
+    await run_here(cluster, no_runner)
+    batch: Any = await client.batches.retrieve(made.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "file_damaged")
 
 
 async def test_lines_wait_for_a_quota(client: openai.AsyncOpenAI, cluster: Cluster, eventually: Eventually) -> None:
