@@ -212,6 +212,8 @@ def test_ids_instead_of_text() -> None:
         (None, {"messages": MESSAGES, "tools": [{"parameters": {}}]}, "tools[0]"),
         (None, {"messages": MESSAGES, "tool_choice": "always"}, "tool_choice"),
         (None, {"messages": MESSAGES, "tool_choice": {"type": "function"}}, "tool_choice"),
+        (None, {"messages": MESSAGES, "thinking_token_budget": 2**31}, "thinking_token_budget"),
+        (None, {"messages": MESSAGES, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ("a", {"tools": []}, "tools"),
         ("a", {"json_style": "pretty"}, "json_style"),
         ("a", {"json_style": ["schema", "sorted"]}, "json_style"),

@@ -151,6 +151,7 @@ _NAMES = {
     "json_schema": "output_config.format.schema",
     "template_args": "output_config.effort",
     r"stop\b": "stop_sequences",
+    r"(chat\.)?thinking_token_budget": "thinking.budget_tokens",
     "chat$": "messages",
     "adapter$": "model",
 }

@@ -101,7 +101,10 @@ def chat_of(messages: ChatMessages, options: Mapping[str, Any] | None = None) ->
         chat.tool_choice.CopyFrom(_tool_choice(choice))
     for name in (*CHAT_OPTIONS[2:5], "thinking_token_budget"):
         if settings.get(name) is not None:
-            setattr(chat, name, settings[name])
+            try:
+                setattr(chat, name, settings[name])
+            except (TypeError, ValueError) as error:
+                raise InvalidRequestError(f"{name}: {error}", field=name) from error
     if (variables := settings.get("template_args")) is not None:
         chat.template_args = _json(variables)
     return chat
