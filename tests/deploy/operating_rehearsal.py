@@ -276,7 +276,7 @@ async def rehearse_restricted(directory: Path, streams: int, say: Say) -> None:
             "store": {"bucket": "s3://acme/store"},
             "router": {"usageUrl": collector.url, "extraVolumes": [], "extraVolumeMounts": [], "env": []},
         }
-        parts = ("store", "router", "worker", "edge")
+        parts = ("store", "router", "worker", "edge", "batches")
         async with installed(directory, "restricted", values, secrets, parts) as release:
             load = Streams(await release.client(), streams)
             await load.during(release.cluster.delete("lx-store"))
