@@ -1,4 +1,4 @@
-"""What the processor computes at most: bare loops of its widest instructions in registers.
+"""Measure the processor's maximum rate of arithmetic by bare loops of its widest instructions in registers.
 
     float32    vfmadd231ps   2 operations for each of V lanes, V = 16 with AVX-512, 8 with AVX2
     bfloat16   vdpbf16ps     4; with AMX tdpbf16ps, 16,384 for tiles of 16 x 32 and 32 x 16

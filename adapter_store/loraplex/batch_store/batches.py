@@ -63,7 +63,7 @@ _OPEN = frozenset(_NEXT)
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with a line, from 1, or with the whole batch: line 0."""
+    """An error of a line, numbered from 1; line 0 stands for the whole batch."""
 
     code: str
     message: str
@@ -72,7 +72,7 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct):
-    """What a batch is and how far it is; times are nanoseconds since 1970, by state."""
+    """The stored record of a batch; `times` are when it came into each state, in ns since 1970."""
 
     endpoint: str
     window_s: float
@@ -128,7 +128,7 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a runner has done; see ReportBatch in batches.proto."""
+    """A runner's report on its batch; see ReportBatch in batches.proto."""
 
     total: int = 0
     models: Mapping[str, str] | None = None

@@ -1,4 +1,4 @@
-"""One batch at its runner: its file is checked, its lines run, what has ended is reported, and the batch ends.
+"""Run one leased batch: check its file, run its lines, report their results, end it.
 
     lease ──▶ file ──▶ check, pin revisions ──▶ lines, some at once ──▶ results, several a report ──▶ finished
 

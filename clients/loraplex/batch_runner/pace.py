@@ -1,4 +1,4 @@
-"""How many lines of a batch run at once: as many as slow nobody down, measured by the lines themselves.
+"""Choose how many lines of a batch run at once: as many as do not slow the cluster down, by the lines' own times.
 
     few lines: their time a token is the base ──▶ more, while it stays near the base ──▶ fewer, where it is above
          ▲                                                                                          │

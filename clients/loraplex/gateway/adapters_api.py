@@ -65,7 +65,7 @@ PROTOCOL = Protocol(error_of, lambda error: encode(error_of(error)))
 class FilesForm:
     """Reads a form of an adapter's files piece by piece; keeps none of their bytes."""
 
-    # How curl sends such a form.
+    # The flags of curl that send such a form.
     EXAMPLE = f"-F file=@{FILES[0]} -F file=@{FILES[1]}"
 
     def __init__(self, content_type: str) -> None:

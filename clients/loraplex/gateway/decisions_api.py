@@ -126,7 +126,7 @@ DECISION = Body(
 SYSTEM_ONE = Body(SystemOneRequest)
 
 
-# What System One's questions ask that have criteria alone.
+# Instructions of System One's questions that have criteria but no text.
 _UNASKED = {"noul": "Which of the two holds?", "choice": "Which of these fits?", "score": "Which level fits?"}
 
 

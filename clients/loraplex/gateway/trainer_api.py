@@ -1,4 +1,4 @@
-"""What trainers call of vLLM's server: adapters that are loaded by name, pauses, and what the server is.
+"""Serve the paths of vLLM's server that trainers call: load and unload adapters, pause, resume, server info.
 
 A loaded adapter is a revision of the store like any other, with a time to live: it reaches every worker, calls that
 began on an older one end on it, and no block of the prefix cache is shared with it.

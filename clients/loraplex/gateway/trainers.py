@@ -1,4 +1,4 @@
-"""What trainers have told this gateway: callers whose new sampling calls wait, and names that were just loaded.
+"""Hold the state that trainers set at this gateway: paused callers, and names that were just loaded.
 
 Both belong to a credential, and without credentials to a tenant: no caller holds up or sees another's. A second gateway
 does not know them: calls there do not wait, and a name that was loaded again means its former revision for a second.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
@@ -17,7 +16,7 @@ from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 from loraplex_client.adapter_directory import CONFIG_FILE, WEIGHTS_FILE, read_config
 from loraplex_client.calls import AsyncUploadRequests, Call, Script, UploadRequests, pages
 from loraplex_client.connection import method
-from loraplex_client.endpoint import ApiKey, Tls, credentials_of
+from loraplex_client.endpoint import ServiceCalls
 from loraplex_client.errors import DataLossError
 from loraplex_client.resources import (
     Adapter,
@@ -32,7 +31,6 @@ from loraplex_client.resources import (
     model_message,
     resource_of,
 )
-from loraplex_client.retries import read_addresses
 
 CHUNK_BYTES = 512 * 1024
 PAGE_SIZE = 1000
@@ -43,7 +41,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 Piece: TypeAlias = tuple[str, bytes]
 
 
-class StoreCalls:
+class StoreCalls(ServiceCalls):
     """Adapters and base models at the adapter store's `address`, as `tenant`. Short names are the tenant's own.
 
     Every method raises LoraplexError. `timeout_s` is the deadline of each call; none by default. `api_key` is a key or
@@ -52,33 +50,7 @@ class StoreCalls:
     the tenant is the credential's, and `tenant` may stay empty; without one an empty `tenant` is `default`.
     """
 
-    _connect: Any
-
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        tenant: str = "",
-        *,
-        timeout_s: float | None = None,
-        api_key: ApiKey | None = None,
-        tls: Tls | None = None,
-    ) -> None:
-        self.address = ",".join(read_addresses(address))
-        self._connection = self._connect(
-            address,
-            adapters_pb2_grpc.AdapterServiceStub,
-            tenant=tenant,
-            timeout_s=timeout_s,
-            credentials=credentials_of(api_key, tls),
-        )
-        self.tenant: str = self._connection.tenant
-
-    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
-        """Return a client for calls of another tenant or key, with the channels of this one, which closes them."""
-        other = copy(self)
-        other._connection = self._connection.for_caller(tenant, api_key)
-        other.tenant = other._connection.tenant
-        return other
+    _stub = adapters_pb2_grpc.AdapterServiceStub
 
     @method
     def push(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -15,8 +14,7 @@ from loraplex.batches.v1 import batches_pb2, batches_pb2_grpc
 
 from loraplex_client.calls import AsyncUploadRequests, Call, Script, UploadRequests, pages
 from loraplex_client.connection import AsyncioClient, BlockingClient, method
-from loraplex_client.endpoint import ApiKey, Tls, credentials_of
-from loraplex_client.retries import read_addresses
+from loraplex_client.endpoint import ServiceCalls
 
 # Bytes of a message of an upload.
 _CHUNK_BYTES = 512 * 1024
@@ -38,7 +36,7 @@ class BatchFile:
 
 @dataclass(frozen=True)
 class BatchError:
-    """What is wrong with a line, from 1, and its field; line 0: with the whole batch."""
+    """An error of a line, numbered from 1, and its field; line 0 stands for the whole batch."""
 
     code: str
     message: str
@@ -113,7 +111,7 @@ def _time(stamp: Timestamp) -> datetime:
     return stamp.ToDatetime(UTC)
 
 
-class BatchCalls:
+class BatchCalls(ServiceCalls):
     """Files and batches at the adapter store's `address`, as `tenant`; arguments are as StoreClient's.
 
     Every method raises LoraplexError. A file's line is a request as OpenAI's batches have it:
@@ -121,31 +119,7 @@ class BatchCalls:
         {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "support", ...}}
     """
 
-    _connect: Any
-
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        tenant: str = "",
-        *,
-        timeout_s: float | None = None,
-        api_key: ApiKey | None = None,
-        tls: Tls | None = None,
-    ) -> None:
-        self.address = ",".join(read_addresses(address))
-        self._connection = self._connect(
-            address,
-            batches_pb2_grpc.BatchServiceStub,
-            tenant=tenant,
-            timeout_s=timeout_s,
-            credentials=credentials_of(api_key, tls),
-        )
-
-    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
-        """Return a client for calls of another tenant or key, with the channels of this one, which closes them."""
-        other = copy(self)
-        other._connection = self._connection.for_caller(tenant, api_key)
-        return other
+    _stub = batches_pb2_grpc.BatchServiceStub
 
     @method
     def upload_file(

@@ -315,3 +315,36 @@ class Endpoint:
             return tries.failed(failure)
         except LoraplexError:
             raise failure from error
+
+
+class ServiceCalls:
+    """Calls of the adapter store's service `_stub` at `address`, as `tenant`; `_connect` makes the transport."""
+
+    _connect: Any
+    _stub: Any
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        tenant: str = "",
+        *,
+        timeout_s: float | None = None,
+        api_key: ApiKey | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self.address = ",".join(read_addresses(address))
+        self._connection = self._connect(
+            address,
+            self._stub,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            credentials=credentials_of(api_key, tls),
+        )
+        self.tenant: str = self._connection.tenant
+
+    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
+        """Return a client for calls of another tenant or key, with the channels of this one, which closes them."""
+        other = copy(self)
+        other._connection = self._connection.for_caller(tenant, api_key)
+        other.tenant = other._connection.tenant
+        return other

@@ -28,7 +28,7 @@ from loraplex.router.catalog.adapters import (
 from loraplex.router.catalog.models import Models, ServedModel
 from loraplex.router.catalog.store_client import Manifest, StoreClient
 from loraplex.router.dispatch.links import RelayReach
-from loraplex.router.generation.chat_format import BUDGET, CallGrammar, call_grammar, chat_format, tool_calls
+from loraplex.router.generation.chat_format import CallGrammar, call_grammar, chat_format, grammar_field, tool_calls
 from loraplex.router.generation.chat_reader import ChatFormat
 from loraplex.router.generation.resume import Resumption
 from loraplex.router.generation.rollouts import Side, choose_side
@@ -124,12 +124,6 @@ class GrammarProofs:
         self._thread.close()
 
 
-def _grammar_field(request: Request) -> str:
-    """Return the path of the field for which an answer has a grammar."""
-    has_tools = isinstance(request.prompt, Chat) and request.prompt.tools
-    return request.format_field or ("chat.tools" if has_tools else BUDGET)
-
-
 def unset_values(request: Request, config: GenerationConfig) -> dict[str, Any]:
     """Return a model's values for the fields of sampling that a request leaves unset.
 
@@ -192,7 +186,7 @@ class Admission:
             await self.proofs.check(request.grammar, request.format_field, request.tenant, model.manifest)
         while True:
             try:
-                field = "chat.tools" if chat else _grammar_field(request)
+                field = "chat.tools" if chat else grammar_field(request)
                 return await self.proofs.check(run.job.grammar, field, request.tenant, model.manifest)
             except InvalidField as error:
                 if chat is None:
@@ -349,7 +343,7 @@ class Admission:
             ("bad_words", request.bad_words),
         ):
             if calls.text and given:
-                raise InvalidField(f"sampling.{name}", f"cannot be used with {_grammar_field(request)}")
+                raise InvalidField(f"sampling.{name}", f"cannot be used with {grammar_field(request)}")
         sampling = await self._sampling(request, model)
         self._workers_for_new_jobs(model.manifest)
         max_tokens = _max_tokens(request, len(prompt_ids), context, model)

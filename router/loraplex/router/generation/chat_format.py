@@ -20,7 +20,7 @@ from typing import Any
 from loraplex.contracts.artifacts.chat_formats import MARK, CallFormat, ReasoningFormat
 from loraplex.contracts.grammars.build import HEADER, behind_reasoning, escaped
 from loraplex.router.generation.chat_reader import TOOL_CALLS, ChatFormat
-from loraplex.router.request import Chat, ToolMode
+from loraplex.router.request import Chat, Request, ToolMode
 from loraplex.router.text.chat import ChatTemplate
 from loraplex.router.text.tokenizer import ModelTokenizer
 from loraplex.runtime.rpc.errors import InvalidField
@@ -69,16 +69,16 @@ class CallSyntax:
         is_block = self.anywhere and self.begins_reasoning and self.is_token(self.begins_reasoning)
         return [*items, *([f"{self.mark(self.begins_reasoning)} thought"] if is_block else ())]
 
-    def text(self, rule: str, mark: str) -> str:
-        """Return a rule for any text with what is not shown in it, without the mark if that is a token."""
+    def text(self, rule: str, mark: str, limit: str = "") -> str:
+        """Return a rule, with its limit, for any text with what is not shown in it, without a mark that is a token."""
         letters, hidden = f"{rule.upper()}_TEXT", self.hidden()
         body = f"({' | '.join((letters, *hidden))})*" if hidden else letters
-        return f"{rule}: {body}\n{letters}: {self.text_without(mark)}\n"
+        return f"{rule}{limit}: {body}\n{letters}: {self.text_without(mark)}\n"
 
-    def text_up_to(self, rule: str, mark: str, then: str = "") -> str:
-        """Return a rule for any text, the mark that ends it, and what follows."""
+    def text_up_to(self, rule: str, mark: str, then: str = "", limit: str = "") -> str:
+        """Return a rule for any text, the mark that ends it, and what follows; `limit` needs a mark that is a token."""
         if self.is_token(mark):
-            return f"{rule}: {rule}_text {self.mark(mark)} {then}\n{self.text(f'{rule}_text', mark)}"
+            return f"{rule}: {rule}_text {self.mark(mark)} {then}\n{self.text(f'{rule}_text', mark, limit)}"
         return f"{rule}: {rule}_mark {then}\n{rule}_mark[lazy]: {ANY_TEXT} {self.mark(mark)}\n"
 
 
@@ -125,13 +125,19 @@ def _thought(syntax: CallSyntax) -> str:
         raise _no_budget(ends)
     if syntax.budget == 0:
         return f"thought: {syntax.mark(ends)} {then}\n"
-    thought = replace(syntax, hides=(), anywhere=False).text_up_to("thought", ends, then)
     # llguidance ends a rule of one terminal after so many tokens.
-    return thought if syntax.budget is None else thought.replace("_text:", f"_text[max_tokens={syntax.budget}]:", 1)
+    limit = "" if syntax.budget is None else f"[max_tokens={syntax.budget}]"
+    return replace(syntax, hides=(), anywhere=False).text_up_to("thought", ends, then, limit)
 
 
 def _no_budget(mark: str) -> InvalidField:
     return InvalidField(BUDGET, f"{mark!r} is not a token of the model; leave the budget out")
+
+
+def grammar_field(request: Request) -> str:
+    """Return the path of the field for which an answer has a grammar."""
+    has_tools = isinstance(request.prompt, Chat) and request.prompt.tools
+    return request.format_field or ("chat.tools" if has_tools else BUDGET)
 
 
 # Number of ids at the end of the prompt among which a template opens or closes a reasoning block.
