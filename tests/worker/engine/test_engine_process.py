@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -16,7 +17,7 @@ from typing import TypeVar
 import pytest
 
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
-from loraplex.worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
+from loraplex.worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output, Speculation
 from loraplex.worker.ipc import (
     Abort,
     Add,
@@ -287,6 +288,31 @@ def test_a_configuration_that_no_engine_can_work_with_is_refused(name: str) -> N
 def test_a_target_of_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="itl_target_ms must be more than 0, is 0"):
         EngineConfig(SPEC, itl_target_ms=0)
+
+
+def test_a_configuration_of_drafts_has_the_names_that_users_know() -> None:
+    text = '{"method": "suffix", "num_speculative_tokens": 5}'
+    assert Speculation.parse(text) == Speculation("suffix", 5)
+    assert Speculation.parse("{}") == Speculation()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("suffix", "must be a JSON object such as"),
+        ("[]", "must be a JSON object such as"),
+        ('{"method": "eagle"}', "method: 'eagle' is not supported; use 'suffix'"),
+        ('{"method": ["suffix"]}', "method: ['suffix'] is not supported; use 'suffix'"),
+        ('{"model": "small"}', "model: not supported; use method and num_speculative_tokens"),
+        ('{"num_speculative_tokens": 0}', "num_speculative_tokens: must be a number from 1 to 16, is 0"),
+        ('{"num_speculative_tokens": 17}', "num_speculative_tokens: must be a number from 1 to 16, is 17"),
+        ('{"num_speculative_tokens": "8"}', "num_speculative_tokens: must be a number from 1 to 16, is '8'"),
+        ('{"num_speculative_tokens": true}', "num_speculative_tokens: must be a number from 1 to 16, is True"),
+    ],
+)
+def test_a_configuration_of_drafts_that_is_not_served_is_refused_by_its_name(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Speculation.parse(text)
 
 
 def test_an_error_that_is_nobodys_ends_the_process(engine: EngineProcess) -> None:

@@ -5,7 +5,8 @@ engine.add_sequence(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from loraplex.contracts.artifacts.families import check_kv_cache_dtype
@@ -77,6 +78,8 @@ class NewSequence:
     prompt_logprobs_start: int = 0
     # The grammar that the answer keeps to, in llguidance's Lark syntax; empty: none.
     grammar: str = ""
+    # Whether drafts of the next tokens may be checked for it, where the engine makes any; the answer is the same.
+    speculate: bool = True
     # None: an answer. Otherwise the sequence ends with its first output, which has `vector`; `max_tokens` is 0.
     encode: Encode | None = None
 
@@ -154,6 +157,47 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     # The vector of a sequence with `encode`, neither normalised nor scaled; its finish is LENGTH.
     vector: tuple[float, ...] = ()
+    # Number of tokens that the step's draft proposed, and of these the ones that are among token_ids.
+    drafted: int = 0
+    accepted: int = 0
+
+
+# Maximum of num_speculative_tokens: more positions of one row than were compared with plain decoding (make company).
+MAX_DRAFT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How drafts of next tokens are made, with the names of vLLM's --speculative-config."""
+
+    # suffix: what followed the same tokens in the prompt, in the answer or in recent answers of the same tenant and
+    # adapter.
+    method: Literal["suffix"] = "suffix"
+    # Maximum tokens of a draft.
+    num_speculative_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        """Check the values. Raises ValueError."""
+        if self.method != "suffix":
+            raise ValueError(f"method: {self.method!r} is not supported; use 'suffix'")
+        tokens = self.num_speculative_tokens
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= MAX_DRAFT:
+            raise ValueError(f"num_speculative_tokens: must be a number from 1 to {MAX_DRAFT}, is {tokens!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Speculation:
+        """Read a JSON object. Raises ValueError with one sentence that names the field."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise ValueError('must be a JSON object such as {"method": "suffix", "num_speculative_tokens": 8}')
+        names = [each.name for each in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise ValueError(f"{name}: not supported; use {' and '.join(names)}")
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +233,8 @@ class EngineConfig:
     batch_invariant: bool = False
     # Ranks that compute the model together, each with a part of its weights; on CUDA each on a device of its own.
     tensor_parallel: int = 1
+    # None: no drafts.
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError for a number that no engine can work with, ArtifactError for a dtype."""
@@ -301,3 +347,6 @@ class EngineStats:
     computed_tokens: int
     prefix_queries: int
     prefix_hits: int
+    # Since the start: tokens that drafts proposed, and those of them that became tokens of answers.
+    drafted: int = 0
+    accepted: int = 0
