@@ -11,6 +11,7 @@ import sys
 import torch
 
 from loraplex.contracts.options import SamplingParams
+from loraplex.worker.engine.sampling import cuda
 from loraplex.worker.engine.sampling.cuda import sample_with_triton
 from loraplex.worker.engine.sampling.sampler import Adjustments, Draw
 from loraplex.worker.engine.sampling.step import sample
@@ -36,7 +37,9 @@ CASES = {
     "penalties": SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.5, frequency_penalty=0.5),
     "bias": SamplingParams(logit_bias=((3, 9.0),), allowed_token_ids=(3, 4, 5)),
 }
-VOCABS = {torch.float32: 1500, torch.bfloat16: 320}
+# Several parts of a vocabulary: interpreted, of fewer columns.
+VOCABS = {"cpu": {torch.float32: 1000, torch.bfloat16: 640}, "cuda": {torch.float32: 9000, torch.bfloat16: 40_000}}
+INTERPRETED_COLUMNS = 512
 # Interpreting takes its time: of bfloat16 the rows with every limit alone.
 NARROW = {"cuda": CASES.keys(), "cpu": {"all", "penalties"}}
 
@@ -44,7 +47,7 @@ NARROW = {"cuda": CASES.keys(), "cpu": {"all", "penalties"}}
 def different(name: str, sampling: SamplingParams, dtype: torch.dtype, device: str) -> tuple[int, int]:
     """Compare rows of random logits, some of which are forbidden, equal, not numbers, or all forbidden."""
     generator = torch.Generator().manual_seed(len(name))
-    logits = (torch.randn(ROWS, VOCABS[dtype], generator=generator) * 3).to(dtype)
+    logits = (torch.randn(ROWS, VOCABS[device][dtype], generator=generator) * 3).to(dtype)
     logits[1, ::2] = float("-inf")
     logits[2, 100:200] = logits[2].max()
     logits[3, 7] = float("nan")
@@ -68,12 +71,13 @@ if __name__ == "__main__":
     device = sys.argv[1]
     if device == "cpu":
         interpret_quickly()
+        cuda.PART = cuda._COLUMNS = INTERPRETED_COLUMNS
     print(
         json.dumps(
             {
                 f"{name} {dtype}": different(name, sampling, dtype, device)
                 for name, sampling in CASES.items()
-                for dtype in VOCABS
+                for dtype in VOCABS[device]
                 if dtype == torch.float32 or name in NARROW[device]
             }
         )

@@ -114,7 +114,7 @@ def test_no_kernel_is_compiled_once_the_engine_serves(
         assert set(device.compiled) - ready == set()
         launched = {one.kernel.__name__ for one in device.kernels}
         decodes = "attend_chunks" if more.get("batch_invariant") else "attend_splits"
-        assert {decodes, "attend_chunks", "combine_chunks", "shrink_rows", "expand_rows", "choose_ids"} <= launched
+        assert {decodes, "attend_chunks", "combine_chunks", "shrink_rows", "expand_rows", "weigh_parts"} <= launched
         served = device.kernels[-1000:]
         assert {one.kernel.__name__ for one in served} >= {decodes, "combine_chunks"}
 
@@ -203,7 +203,7 @@ def test_an_engine_whose_sampling_fails_does_not_start(tiny_llama: Any, monkeypa
     def choose(*_: Any) -> None:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(cuda, "choose_call", choose)
+    monkeypatch.setattr(cuda, "choose_calls", choose)
     config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, kv_blocks=60)
     with pytest.raises(ModelUnusableError, match="no token could be sampled on cuda:0"), fake_engine(config):
         pass
