@@ -2,7 +2,7 @@
 
 Prints {dtype: {case: difference}} as JSON: the largest difference from the product in float64 of the inputs and the
 weight (codes - zeros) * scales, over the largest number. "alone": the same of rows that are computed alone and beside
-others, in one tile and in another. See triton_runs.py.
+others, in one tile and in another; "same tile": of any numbers, in tiles of one height. See triton_runs.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from loraplex.contracts.artifacts.quantization import parse_quantization
+from loraplex.worker.engine.quantized import cuda
 from loraplex.worker.engine.quantized.cuda import can_multiply, multiply
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight
 from tests.worker.engine.interpreted import interpret_quickly
 
 SCHEMES = ("int8", "int8-zero-point", "int4", "int4-64", "fp8")
-# Rows of each height of a tile; outputs and columns, of which the last have a short group, and no whole tile.
-ROWS, SHAPES = (1, 17, 70), ((32, 128), (40, 208))
+# Rows of each height of a tile; outputs and columns, of which the last have a short group, no whole tile, and splits.
+ROWS, SHAPES = (1, 17, 70), ((32, 128), (40, 592))
 
 
 def weights(outputs: int, columns: int) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -53,6 +54,15 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected).abs().max() / expected.abs().max()).nan_to_num(float("inf")))
 
 
+def same_tile(device: torch.device, dtype: torch.dtype) -> float:
+    """Compare a row by itself with the same beside others, in splits, of which nothing may depend on the rows."""
+    generator = torch.Generator().manual_seed(5)
+    weight = quantize(torch.randn(24, 592, generator=generator), 8).to(device)
+    x = torch.randn(16, 592, generator=generator).to(device, dtype)
+    assert len(cuda.product_calls(x, weight, None, x.new_empty(16, 24))) == 2
+    return relative(multiply(x[7:8], weight, None), multiply(x, weight, None)[7:8])
+
+
 def alone(device: torch.device, dtype: torch.dtype) -> float:
     """Compare rows by themselves with the same beside others; products of whole numbers are exact in any order."""
     weight = quantize(torch.randn(24, 96, generator=torch.Generator().manual_seed(3)), 4, 32)
@@ -68,6 +78,7 @@ if __name__ == "__main__":
     place = torch.device(sys.argv[1])
     if place.type == "cpu":
         interpret_quickly()
+    cuda._LEAST_SPLIT = 256
     assert not can_multiply(quantize(torch.ones(4, 48), 8, 24))
     results = {}
     # bfloat16 is wrong in the interpreter.
@@ -78,5 +89,5 @@ if __name__ == "__main__":
             for shape in SHAPES
             for name, one in weights(*shape)
             for rows in ROWS
-        } | {"alone": alone(place, number)}
+        } | {"alone": alone(place, number), "same tile": same_tile(place, number)}
     print(json.dumps(results))

