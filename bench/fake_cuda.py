@@ -197,9 +197,9 @@ class _Event:
 
 
 @contextmanager
-def _found() -> Iterator[FakeCuda]:
+def _found(device: FakeCuda, tensors: FakeTensorMode) -> Iterator[None]:
     """Let torch find CUDA devices, in this thread, and record what is launched on them."""
-    device, replaced = FakeCuda(), torch.empty
+    replaced = torch.empty
 
     def set_device(chosen: torch.device) -> None:
         device.current = chosen.index
@@ -233,10 +233,10 @@ def _found() -> Iterator[FakeCuda]:
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(patch.object(torch, "empty", empty))
         stack.enter_context(patch.object(KernelCall, "launch", launch))
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(tensors)
         stack.enter_context(device)
         stack.enter_context(_Indexing())
-        yield device
+        yield
 
 
 class _Adapters:
@@ -260,50 +260,90 @@ class _Adapters:
         return 1
 
 
-@contextmanager
-def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngine, FakeCuda]]:
-    """Build an engine on a fake device, whose answers are drawn; it serves in this thread, within the context."""
+class FakeEngine:
+    """An engine on a fake device of its own, whose answers are drawn; it serves within `here` alone."""
 
-    def load(model: str, device: str, dtype: str, quantize: str, group: None) -> LoadedModel:
-        on = torch.device(device)
-        assert fake.current == (on.index or 0), f"weights of {on} are loaded while {fake.current} is current"
+    def __init__(self, config: EngineConfig, seed: int = 1, **options: Any) -> None:
+        self.device, self._tensors = FakeCuda(), FakeTensorMode()
+        self._chance = random.Random(seed)
+        with self._found():
+            forms: dict[str, Any] = {
+                name: _in_earnest(getattr(cuda, name))
+                for name in ("norm_form", "gate_of", "attention_form", "use_layers")
+            }
+            made: dict[str, Any] = {"load_model": self._load, "adapter_cache": _adapter_cache}
+            with patch.multiple(torch_engine, **made), patch.multiple(cuda, **forms):
+                self.engine = build_engine(config, **{"paced": False} | options)
+            self.device.serving = True
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Let this thread see the device, and no other tensors."""
+
+        def collect(step: InFlight) -> Sampled:
+            return self._collect(step)
+
+        with self._found(), patch.object(InFlight, "collect", collect):
+            yield
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
+        with torch.inference_mode(), _found(self.device, self._tensors):
+            yield
+
+    def _load(self, model: str, device: str, dtype: str, quantize: str, group: None) -> LoadedModel:
+        on, current = torch.device(device), self.device.current
+        assert current == (on.index or 0), f"weights of {on} are loaded while {current} is current"
         with _disable_current_modes():
             loaded = load_model(model, "cpu", dtype, quantize)
-        _move(loaded.module, torch.device("cuda", fake.current))
-        return replace(loaded, device=torch.device("cuda", fake.current))
+        _move(loaded.module, torch.device("cuda", current))
+        return replace(loaded, device=torch.device("cuda", current))
 
-    def adapters(
-        base: Any, config: EngineConfig, on_loaded: Callable[[], None], *installs: Any, make: Any
-    ) -> AdapterCache[Any]:
-        loads = LoaderThreads[PackedAdapter](on_loaded)
-        return AdapterCache(config.adapter_slots, _Adapters(installs[0]), loads, 1 << 20)
-
-    chance = random.Random(seed)
-
-    def draw(row: Row) -> int:
+    def _draw(self, row: Row) -> int:
         grammar = row.sequence.grammar
         allowed = grammar.allowed_ids(frozenset()).tolist() if grammar is not None and row.live else None
-        return chance.choice(allowed) if allowed else chance.randrange(engine.limits.vocab_size)
+        return self._chance.choice(allowed) if allowed else self._chance.randrange(self.engine.limits.vocab_size)
 
-    def collect(step: InFlight) -> Sampled:
+    def _collect(self, step: InFlight) -> Sampled:
         assert not step.failures, step.failures
         for row, _ in step.prompts:
             row.sequence.prompt_logprobs += [TokenLogprobs(0.0, ())] * len(row.prompt_positions)
         for row, _ in step.vectors:
             row.sequence.vector = (0.0,)
-        ids = [draw(row) for row in step.rows]
+        ids = [self._draw(row) for row in step.rows]
         return Sampled(ids, step.failures, [TokenLogprobs(0.0, ())] * len(ids) if step.logprobs else [])
 
-    with torch.inference_mode(), _found() as fake:
-        forms: dict[str, Any] = {
-            name: _in_earnest(getattr(cuda, name)) for name in ("norm_form", "gate_of", "attention_form", "use_layers")
-        }
-        with patch.multiple(torch_engine, load_model=load, adapter_cache=adapters), patch.multiple(cuda, **forms):
-            engine = build_engine(config, paced=False)
-        fake.serving = True
-        with patch.object(InFlight, "collect", collect):
-            yield engine, fake
-        engine.close()
+
+def _adapter_cache(
+    base: Any, config: EngineConfig, on_loaded: Callable[[], None], *installs: Any, make: Any
+) -> AdapterCache[Any]:
+    loads = LoaderThreads[PackedAdapter](on_loaded)
+    return AdapterCache(config.adapter_slots, _Adapters(installs[0]), loads, 1 << 20)
+
+
+@contextmanager
+def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngine, FakeCuda]]:
+    """Build an engine on a fake device; it serves in this thread, within the context."""
+    fake = FakeEngine(config, seed)
+    with fake.here():
+        yield fake.engine, fake.device
+        fake.engine.close()
+
+
+class RehearsedEngine:
+    """Stands in for a TorchEngine: its calls alone see the fake device, between them the CPU computes."""
+
+    def __init__(self, config: EngineConfig, **options: Any) -> None:
+        self._fake = FakeEngine(replace(config, device="cuda"), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._fake.engine, name)
+
+        def call(*arguments: Any) -> Any:
+            with self._fake.here():
+                return value(*arguments)
+
+        return call if callable(value) else value
 
 
 def _in_earnest(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import torch
 
 from bench import device_checks, gpu
 from bench.models import LLAMA3_8B
+from tests.worker.engine.triton_runs import BLOCK_ABSENT
 
 REHEARSAL = gpu.SETUPS["rehearsal"]
 
@@ -92,6 +93,22 @@ def test_every_part_gives_its_figures_and_together_they_are_the_page(
     page = (out / "gpu.md").read_text()
     assert "| decode, 64 rows, 64 adapters | ms/step |" in page
     assert "- `lora_of_limit`: " in page
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of parts find no packages but those of a machine that computes on CUDA."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK_ABSENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("parts", [["waits"], pytest.param(list(gpu.PARTS), marks=pytest.mark.nightly)])
+def test_parts_run_with_the_packages_of_that_machine_alone(parts: list[str], out: Path) -> None:
+    assert gpu.run_parts(REHEARSAL, parts, out) == 0
+    assert json.loads((out / "parts.json").read_text()).keys() == set(parts)
 
 
 def test_a_part_that_fails_or_takes_too_long_is_run_again_by_the_next_call(
