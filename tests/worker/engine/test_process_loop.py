@@ -6,11 +6,24 @@ import gc
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.runtime.interpreter import importing
+from loraplex.worker.engine import process
 from loraplex.worker.engine.process import serve
-from loraplex.worker.engine_api import Output
-from loraplex.worker.ipc import PROMPT_TOKENS, Abort, FromEngine, PromptLogprobs, Stepped, ToEngine, step_messages
+from loraplex.worker.engine_api import CaptureFailedError, EngineConfig, Output
+from loraplex.worker.ipc import (
+    PROMPT_TOKENS,
+    Abort,
+    Configure,
+    FromEngine,
+    PromptLogprobs,
+    Stepped,
+    ToEngine,
+    Unusable,
+    step_messages,
+)
 
 
 class IdleEngine:
@@ -47,13 +60,14 @@ class ScriptedEnd:
     def __init__(self, engine: IdleEngine, script: list[list[ToEngine] | None]) -> None:
         self._engine, self._script = engine, script
         self.checks: list[int] = []
+        self.sent: list[FromEngine] = []
 
     def receive(self, *, wait_s: float) -> list[ToEngine] | None:
         self.checks.append(self._engine.checks)
         return self._script.pop(0)
 
     def send(self, message: FromEngine) -> None:
-        pass
+        self.sent.append(message)
 
 
 def test_the_accounts_are_checked_once_in_each_idle_time() -> None:
@@ -90,3 +104,13 @@ def test_log_probabilities_of_a_long_prompt_come_in_parts_before_its_first_outpu
         received += part.tokens
     assert lengths == [PROMPT_TOKENS, PROMPT_TOKENS, 7]
     assert tuple(received) == tokens
+
+
+def test_a_failed_capture_is_told_to_the_process_that_starts_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: Any) -> None:
+        raise CaptureFailedError("out of memory")
+
+    monkeypatch.setattr(process, "_build", build)
+    end = ScriptedEnd(IdleEngine(), [[Configure(EngineConfig("m"))]])
+    assert process.run(cast(Any, end)) == 2
+    assert end.sent == [Unusable("out of memory", without_graphs=True)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from loraplex.worker.io.app import START_DEATHS_LIMIT, run_sessions
+from loraplex.worker.engine_api import CaptureFailedError, EngineConfig
+from loraplex.worker.io.app import START_DEATHS_LIMIT, EngineSession, run_sessions
 from loraplex.worker.io.engine_client import EngineLostError, EngineUnusableError
 from loraplex.worker.io.metrics import WorkerMetrics
 
@@ -56,3 +58,25 @@ async def test_a_worker_that_has_served_starts_another_engine_however_many_die()
     sessions = Sessions(False, True, *[False] * 10)
     await sessions.run_all()
     assert sessions.started == 12
+
+
+class Starts(EngineSession):
+    """A session whose engine cannot be started with graphs; it stops where it is started without."""
+
+    def __init__(self) -> None:
+        base, telemetry = SimpleNamespace(name="m"), SimpleNamespace(worker_id="w")
+        settings = SimpleNamespace(cell="0", engine_config=lambda: EngineConfig("m"))
+        super().__init__(*cast(Any, (settings, base, None, None, None, telemetry, None)))
+        self.configs: list[EngineConfig] = []
+
+    async def _run(self, config: EngineConfig, stop: asyncio.Event) -> None:
+        self.configs.append(config)
+        if config.graphs:
+            raise CaptureFailedError("decode steps run without CUDA graphs, capturing them failed: out of memory")
+
+
+async def test_an_engine_whose_capture_fails_is_started_again_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    session = Starts()
+    await session.run(asyncio.Event())
+    assert session.configs == [EngineConfig("m"), EngineConfig("m", graphs=False)]
+    assert "capturing them failed: out of memory; the engine starts again" in caplog.text

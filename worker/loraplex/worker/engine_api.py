@@ -17,6 +17,10 @@ class ModelUnusableError(Exception):
     """The model can't be served here; one line that says why and what to do."""
 
 
+class CaptureFailedError(ModelUnusableError):
+    """Decode steps cannot be captured as CUDA graphs; an engine in another process, without graphs, can serve."""
+
+
 class SequenceRefusedError(Exception):
     """The engine can't run the sequence; `field` names the value at fault."""
 
@@ -235,6 +239,8 @@ class EngineConfig:
     tensor_parallel: int = 1
     # None: no drafts.
     speculation: Speculation | None = None
+    # Decode steps are CUDA graphs. Unset after a CaptureFailedError.
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError for a number that no engine can work with, ArtifactError for a dtype."""

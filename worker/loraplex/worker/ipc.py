@@ -21,6 +21,7 @@ from loraplex.contracts.options import TokenLogprobs
 from loraplex.worker.engine_api import (
     AdapterSource,
     CachedBlock,
+    CaptureFailedError,
     EngineConfig,
     EngineLimits,
     EngineStats,
@@ -116,9 +117,18 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """The model can't be served; `message` is one line that says why and what to do."""
+    """The model can't be served; `message` is one line that says why and what to do.
+
+    `without_graphs`: another engine may serve it, without CUDA graphs.
+    """
 
     message: str
+    without_graphs: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> Unusable:
+        """Return what an error says."""
+        return cls(str(error), isinstance(error, CaptureFailedError))
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

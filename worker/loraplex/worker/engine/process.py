@@ -110,7 +110,7 @@ def run(end: EngineEnd) -> int:
     try:
         engine = _build(first.config, end)
     except (ModelUnusableError, ArtifactError) as error:
-        end.send(Unusable(str(error)))
+        end.send(Unusable.of(error))
         return 2
     try:
         stats = engine.stats()
@@ -219,10 +219,10 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
     if config.device.startswith("cuda"):
         before_compilations(lambda: end.send(Compiling()))
 
-    def on_lost(rank: int, why: str) -> None:
+    def on_lost(rank: int, why: Unusable | None) -> None:
         """End the process: the I/O process starts another one, unless the model is at fault."""
         if why:
-            end.send(Unusable(why))
+            end.send(why)
         else:
             log.critical("rank %d has died", rank)
         os._exit(2 if why else 1)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from loraplex.worker.engine.lora.rank_adapters import AdapterShapes, SharedMemory
 from loraplex.worker.engine.model.layouts import DecodeLayout, Layout, StepLayout
-from loraplex.worker.engine_api import EngineConfig
+from loraplex.worker.engine_api import EngineConfig, ModelUnusableError
 from loraplex.worker.ipc import Splitter, Unusable, frame
 
 log = logging.getLogger(__name__)
@@ -87,13 +87,13 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoder = msgspec.msgpack.Decoder(ToRank, dec_hook=_decode_array)
 _unusable_decoder = msgspec.msgpack.Decoder(Unusable)
 
-# Called with a rank that has ended, and why its part can't be loaded, or nothing.
-OnLost = Callable[[int, str], None]
+# Called with a rank that has ended, and why its part can't be loaded, or None.
+OnLost = Callable[[int, Unusable | None], None]
 
 
-def end_process(rank: int, why: str) -> None:
+def end_process(rank: int, why: Unusable | None) -> None:
     """End this process, whose steps would wait for a rank that has died, for ever on some devices."""
-    log.critical("rank %d has ended%s", rank, f": {why}" if why else "")
+    log.critical("rank %d has ended%s", rank, f": {why.message}" if why else "")
     if not why:  # else this rank finds the same, or its connections are closed
         os._exit(1)
 
@@ -173,10 +173,10 @@ class Followers:
             for rank, sock in enumerate(self._sockets, 1):
                 selector.register(sock, selectors.EVENT_READ, rank)
             (key, _), *_ = selector.select()
-        splitter, why = Splitter(), ""
+        splitter, why = Splitter(), None
         with contextlib.suppress(OSError):
             while not why and (data := self._sockets[key.data - 1].recv(_READ_BYTES)):
-                why = next((_unusable_decoder.decode(body).message for body in splitter.feed(data)), "")
+                why = next((_unusable_decoder.decode(body) for body in splitter.feed(data)), None)
         if not self._closing:
             self._directory.cleanup()
             self._on_lost(key.data, why)
@@ -202,6 +202,6 @@ class RankEnd:
                 message = _decoder.decode(body)
                 yield message, SharedMemory(self._files.popleft()) if isinstance(message, Install) else None
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: ModelUnusableError) -> None:
         """Tell rank 0 why this rank's part can't be loaded."""
-        self._socket.sendall(frame(_encoder.encode(Unusable(why))))
+        self._socket.sendall(frame(_encoder.encode(Unusable.of(why))))

@@ -252,7 +252,7 @@ def load_part(
     ahead = on_cuda if ahead is None else ahead
     runner = Runner(loaded, cache, lora, encoding, ahead=ahead, send=followers.send if followers else None)
     if on_cuda:
-        runner.capture_decodes(limits)
+        runner.capture_decodes(limits, graphs=config.graphs)
     else:
         runner.warm_up()
     return LoadedPart(loaded, base, lora, encoding, runner, limits, ahead)
@@ -269,7 +269,7 @@ def follow(end: RankEnd) -> int:
                 try:
                     part = load_part(message.config, start=message)
                 except ModelUnusableError as error:
-                    end.refuse(str(error))
+                    end.refuse(error)
                     return 2
                 adapters = RankAdapters(part.loaded, part.lora)
             case Install(shapes, slot):

@@ -35,6 +35,7 @@ from loraplex.runtime.telemetry.metrics import serve_metrics
 from loraplex.runtime.telemetry.tracing import set_up_tracing
 from loraplex.runtime.tenancy.audit_log import AuditLog
 from loraplex.runtime.tenancy.auditor import WINDOW_S, RefusedCallers
+from loraplex.worker.engine_api import CaptureFailedError, EngineConfig
 from loraplex.worker.io.adapters.disk import DiskTier
 from loraplex.worker.io.adapters.fetch import PROBE_S, AdapterFetcher, DownloadTimeouts
 from loraplex.worker.io.commands import OperatorCommands, TenantData, drop_gone_revisions
@@ -114,7 +115,15 @@ class EngineSession:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until told to stop. Raises EngineLostError or EngineUnusableError."""
-        engine = await EngineProcess.start(Configure(self._settings.engine_config()))
+        config = self._settings.engine_config()
+        try:
+            await self._run(config, stop)
+        except CaptureFailedError as error:
+            log.warning("%s; the engine starts again", error)
+            await self._run(replace(config, graphs=False), stop)
+
+    async def _run(self, config: EngineConfig, stop: asyncio.Event) -> None:
+        engine = await EngineProcess.start(Configure(config))
         try:
             ready = await unless_stopped(stop, self._prepare(engine))
             if ready is not None:

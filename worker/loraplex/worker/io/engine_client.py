@@ -19,6 +19,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from loraplex.runtime.interpreter import StartError
+from loraplex.worker.engine_api import CaptureFailedError
 from loraplex.worker.ipc import (
     Compiling,
     Configure,
@@ -149,13 +150,13 @@ class EngineProcess:
         return self._process.pid
 
     async def ready(self) -> Ready:
-        """Wait until the model is loaded. Raises EngineUnusableError or EngineLostError."""
+        """Wait until the model is loaded. Raises EngineUnusableError, CaptureFailedError or EngineLostError."""
         async for message in self.messages():
             match message:
                 case Ready():
                     return message
                 case Unusable():
-                    raise EngineUnusableError(message.message)
+                    raise (CaptureFailedError if message.without_graphs else EngineUnusableError)(message.message)
         raise EngineLostError("the engine closed its socket")
 
     def send(self, message: ToEngine) -> None:

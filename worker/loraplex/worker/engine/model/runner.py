@@ -38,7 +38,7 @@ from loraplex.worker.engine.model.loader import LoadedModel
 from loraplex.worker.engine.sampling.sampler import NO_MASKS, MaskFiller, Masks, forbid_ids
 from loraplex.worker.engine.sampling.step import InFlight, PendingVector, launch_sampling
 from loraplex.worker.engine.scheduling.sequence import Batch, Row
-from loraplex.worker.engine_api import EngineLimits
+from loraplex.worker.engine_api import CaptureFailedError, EngineLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class DecodeGraphs:
 def _grouped_products_are_captured(dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether torch._grouped_mm has one kernel for all experts, and not a loop over offsets that the host reads.
 
-    As ATen's native/cuda/GroupedBlas.cpp chooses. A failed capture would leave torch 2.11's allocator capturing.
+    As ATen's native/cuda/GroupedBlas.cpp chooses. A failed capture would cost a second start.
     """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
@@ -249,9 +249,15 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def capture_decodes(self, limits: EngineLimits) -> None:
-        """Capture, on CUDA, the decode steps of up to as many rows and positions as the limits say."""
+    def capture_decodes(self, limits: EngineLimits, *, graphs: bool) -> None:
+        """Capture, on CUDA, the decode steps of up to as many rows and positions as the limits say.
+
+        Without `graphs` they are only laid out in the same way. Raises CaptureFailedError: torch's allocator may go on
+        capturing in this process.
+        """
         self._buffers = DecodeBuffers(limits.rows, limits.max_tokens, self._cache, self._device)
+        if not graphs:
+            return
         if self._grouped and not _grouped_products_are_captured(self._grouped, self._device):
             _log.warning(
                 "decode steps run without CUDA graphs: torch's grouped products of experts wait for the device, but in "
@@ -261,10 +267,8 @@ class Runner:
         try:
             self._graphs = DecodeGraphs(self._buffers, self._forward, self._begin_empty)
         except Exception as error:  # torch's and Triton's have no common class
-            if self._group is not None:  # the other ranks have captured what this one has not
-                raise
             why = " ".join(str(error).split())
-            _log.warning("decode steps run without CUDA graphs, capturing them failed: %s", why)
+            raise CaptureFailedError(f"decode steps run without CUDA graphs, capturing them failed: {why}") from error
 
     @torch.inference_mode()
     def warm_up(self) -> None:
