@@ -283,6 +283,9 @@ def answer() -> list[inference_pb2.GenerateEvent]:
                 timings=inference_pb2.Timings(queue=0.5, adapter=0.25, ttft=1.0, decode=2.0),
                 continuations=1,
                 request_id="r-1",
+                speculative_decoding=inference_pb2.SpeculativeDecoding(
+                    steps=2, draft_tokens=8, accepted_tokens=3, mean_acceptance_length=2.5
+                ),
             )
         ),
     ]

@@ -54,6 +54,7 @@ def test_whole_answer(server: Any, answer: list[Any], generate: GenerateBy) -> N
     assert generation.timings == lx.Timings(queue_s=0.5, adapter_s=0.25, ttft_s=1.0, decode_s=2.0)
     assert generation.adapter_revision == "tenants/acme/adapters/pirate/revisions/sha256:00"
     assert (generation.continuations, generation.request_id, generation.adapters) == (1, "r-1", ())
+    assert generation.speculative_decoding == lx.SpeculativeDecoding(2, 8, 3, 2.5)
     assert server.service.tenants == ["acme"]
 
 

@@ -46,6 +46,7 @@ EVERYTHING: GenerateOptions = {
     "logprobs": 0,
     "logprob_token_ids": [9, 4],
     "logprobs_mode": "processed_logprobs",
+    "speculation": "off",
     "echo": True,
     "skip_special_tokens": False,
     "stream_interval": 4,
@@ -121,6 +122,7 @@ def test_everything_finds_its_field() -> None:
         ),
         regex="a+",
         priority=-3,
+        speculation=inference_pb2.SPECULATION_OFF,
     )
 
 
@@ -216,6 +218,7 @@ def test_ids_instead_of_text() -> None:
         (None, {"messages": MESSAGES, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ("a", {"tools": []}, "tools"),
         ("a", {"json_style": "pretty"}, "json_style"),
+        ("a", {"speculation": False}, "speculation"),
         ("a", {"json_style": ["schema", "sorted"]}, "json_style"),
     ],
 )

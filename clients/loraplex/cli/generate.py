@@ -251,6 +251,7 @@ def answer_json(generation: Generation, texts: Mapping[int, str]) -> dict[str, A
         "usage": generation.usage,
         "timings": generation.timings,
         "continuations": generation.continuations,
+        "speculative_decoding": generation.speculative_decoding,
         "request_id": generation.request_id,
     }
     if len(generation.choices) > 1:

@@ -29,7 +29,7 @@ from loraplex.gateway.endpoint import HttpCall, Protocol
 from loraplex.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from loraplex.gateway.exchange import encode, raw
 from loraplex.gateway.openai_messages import LENIENT, OpenAIMessage
-from loraplex_client import Adapter, FinishReason, PermissionDeniedError, ServedModel, Usage
+from loraplex_client import Adapter, FinishReason, Generation, PermissionDeniedError, ServedModel, Usage
 
 DONE = b"data: [DONE]\n\n"
 REASONS = {
@@ -94,6 +94,23 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
+def metrics_of(wholes: Sequence[Generation]) -> dict[str, Any]:
+    """Return what vLLM tells in `metrics` of the drafts that were checked; nothing where none were."""
+    counts = [whole.speculative_decoding for whole in wholes if whole.speculative_decoding is not None]
+    if not counts:
+        return {}
+    steps, accepted = sum(each.steps for each in counts), sum(each.accepted_tokens for each in counts)
+    drafted = sum(each.draft_tokens for each in counts)
+    speculative = {
+        "mean_acceptance_length": 1 + accepted / steps,
+        "draft_acceptance_rate": accepted / drafted,
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+    }
+    return {"metrics": {"speculative_decoding": speculative}}
+
+
 def head_of(kind: str, prefix: str, request_id: str, model: str) -> dict[str, Any]:
     """Return the fields that an answer and each of its chunks begin with."""
     return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
@@ -111,7 +128,7 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class Extensions(TypedDict, total=False):
-    """Fields beyond OpenAI's, with vLLM's names, but for json_style, the SDK's; openai sends them as `extra_body`."""
+    """Fields beyond OpenAI's with vLLM's names, and the SDK's json_style and speculation; openai's `extra_body`."""
 
     top_k: int | None
     min_p: float | None
@@ -128,6 +145,7 @@ class Extensions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     priority: int | None
     json_style: str | list[str] | None
+    speculation: str | None
     include_stop_str_in_output: bool | None
     structured_outputs: StructuredOutputs | None
     guided_json: str | dict[str, Any] | None
@@ -222,7 +240,7 @@ _SAME = (
     "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
     "top_k", "min_p", "typical_p", "top_n_sigma", "repetition_penalty", "min_tokens", "stop_token_ids",
     "allowed_token_ids", "bad_words", "ignore_eos", "skip_special_tokens", "add_special_tokens",
-    "truncate_prompt_tokens", "priority", "json_style", "logprobs_mode", "thinking_token_budget",
+    "truncate_prompt_tokens", "priority", "json_style", "speculation", "logprobs_mode", "thinking_token_budget",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from loraplex.gateway.openai_api import (
     event,
     format_names,
     head_of,
+    metrics_of,
     shows_ids,
     stream_usage,
     usage_of,
@@ -194,6 +195,7 @@ async def _completion(
         "choices": choices,
         "usage": usage_of(whole.usage),
         "system_fingerprint": whole.adapter_revision or None,
+        **metrics_of([whole]),
     }
 
 
@@ -312,7 +314,7 @@ class _ChatChunks(_Chunks):
         head = self._head_now() | {"system_fingerprint": whole.adapter_revision or None}
         events = [_end(head, index, choice) for index, choice in enumerate(whole.choices) if index not in self._ended]
         if self._usage.last:
-            events.append(event({**head, "choices": [], "usage": usage_of(whole.usage)}))
+            events.append(event({**head, "choices": [], "usage": usage_of(whole.usage), **metrics_of([whole])}))
         return b"".join((*events, DONE))
 
 
@@ -388,6 +390,7 @@ async def completions(call: HttpCall) -> None:
                     "choices": answered,
                     "usage": usage_of(_sum(wholes)),
                     "system_fingerprint": wholes[0].adapter_revision or None,
+                    **metrics_of(wholes),
                 }
             )
 
@@ -460,7 +463,7 @@ class _CompletionChunks(_Chunks):
             elif piece.text or self._texts is not None:
                 index = number * self._n + piece.choice
                 await exchange.write(self._event(index, piece.text, None, await self._logprobs(index, piece)))
-        usage = {**self._head, "choices": [], "usage": usage_of(_sum(self._wholes))}
+        usage = {**self._head, "choices": [], "usage": usage_of(_sum(self._wholes)), **metrics_of(self._wholes)}
         await exchange.end((event(usage) if self._usage.last else b"") + DONE)
 
     def _event(self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:

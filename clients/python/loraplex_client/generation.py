@@ -91,6 +91,19 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class SpeculativeDecoding:
+    """The drafts that workers checked, over all choices: steps with one, tokens proposed, those that the model chose.
+
+    `mean_acceptance_length` is the mean number of tokens that such a step gave.
+    """
+
+    steps: int
+    draft_tokens: int
+    accepted_tokens: int
+    mean_acceptance_length: float
+
+
+@dataclass(frozen=True)
 class Timings:
     """The times that the router measured: waiting for a worker, waiting for the adapter, first token, the rest."""
 
@@ -121,6 +134,8 @@ class Generation:
     parsed: Any = None
     # Paths of the parts of tools' schemas that calls need not keep to.
     not_enforced: tuple[str, ...] = ()
+    # None where no draft was checked; those before a resume are not counted.
+    speculative_decoding: SpeculativeDecoding | None = None
     # The limits of `requests` and of `tokens` of which least is left, with this request; none: the plans have none.
     rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
 
@@ -447,8 +462,16 @@ class Fold:
             prompt_logprobs=self._prompt_logprobs,
             adapters=tuple((part.adapter, part.weight) for part in summary.adapters),
             not_enforced=tuple(summary.not_enforced),
+            speculative_decoding=_speculative_decoding(summary),
         )
         return Piece("", (), len(whole.token_ids), finished=whole)
+
+
+def _speculative_decoding(summary: inference_pb2.Summary) -> SpeculativeDecoding | None:
+    if not summary.HasField("speculative_decoding"):
+        return None
+    counts = summary.speculative_decoding
+    return SpeculativeDecoding(counts.steps, counts.draft_tokens, counts.accepted_tokens, counts.mean_acceptance_length)
 
 
 def _texts(text: str, lengths: Sequence[int]) -> tuple[str, ...]:

@@ -144,6 +144,8 @@ class ChatOptions(TypedDict, total=False):
     priority: int | None
     # the conversation or user, whose requests get the same revision while another is rolled out
     session_id: str | None
+    # whether workers may draft tokens, which changes no answer: `auto`, `off`
+    speculation: str | None
 
     # 0: greedy; unset, as the fields after it: the model's own, else greedy
     temperature: float | None
@@ -209,7 +211,13 @@ class GenerateOptions(ChatOptions, total=False):
 
 # The path of each option in GenerateSpec: most are fields of its groups, under their own names.
 _PATHS: dict[str, str] = {
-    **{name: name for name in ("model", "request_id", "priority", "session_id", "json_schema", "regex", "grammar")},
+    **{
+        name: name
+        for name in (
+            *("model", "request_id", "priority", "session_id", "speculation"),
+            *("json_schema", "regex", "grammar"),
+        )
+    },
     **{
         field.name: f"{group}.{field.name}"
         for group in ("prompt_options", "sampling", "stopping", "output")
@@ -223,17 +231,21 @@ _PATHS: dict[str, str] = {
 }
 
 
-_LOGPROBS_MODES = {
-    "raw_logprobs": inference_pb2.LOGPROBS_MODE_RAW,
-    "processed_logprobs": inference_pb2.LOGPROBS_MODE_PROCESSED,
+# The words of options that are enums.
+_WORDS: dict[str, dict[str, int]] = {
+    "logprobs_mode": {
+        "raw_logprobs": inference_pb2.LOGPROBS_MODE_RAW,
+        "processed_logprobs": inference_pb2.LOGPROBS_MODE_PROCESSED,
+    },
+    "speculation": {"auto": inference_pb2.SPECULATION_AUTO, "off": inference_pb2.SPECULATION_OFF},
 }
 
 
-def _logprobs_mode(word: str) -> int:
-    if word not in _LOGPROBS_MODES:
-        message = f"logprobs_mode: {str(word)[:_SHOWN]!r} is none of {', '.join(_LOGPROBS_MODES)}"
-        raise InvalidRequestError(message, field="logprobs_mode")
-    return _LOGPROBS_MODES[word]
+def _number_of(name: str, word: Any) -> int:
+    words = _WORDS[name]
+    if not isinstance(word, str) or word not in words:
+        raise InvalidRequestError(f"{name}: {str(word)[:_SHOWN]!r} is none of {', '.join(words)}", field=name)
+    return words[word]
 
 
 def with_keywords(options: type) -> Callable[[F], F]:
@@ -282,7 +294,7 @@ def generate_request(
         elif name == "json_style":
             spec.json_style.CopyFrom(style_of(value))
         elif name in _PATHS:
-            _place(spec, _PATHS[name], _logprobs_mode(value) if name == "logprobs_mode" else value)
+            _place(spec, _PATHS[name], _number_of(name, value) if name in _WORDS else value)
         else:
             raise unknown_keyword(name, (*GenerateOptions.__annotations__, "response_format", "timeout_s"))
     return inference_pb2.GenerateRequest(spec=spec)

@@ -110,6 +110,8 @@ class Job:
     weight: float = 1.0
     # The grammar that the answers keep to, as grammars builds it; empty: none.
     grammar: str = ""
+    # Whether the worker may draft tokens.
+    speculate: bool = True
     # The vector of the prompt that is asked for instead of an answer; `n` is 1 and `max_tokens` 0.
     encode: Encode | None = None
     # Workers that could not serve earlier attempts for a fault of their own.

@@ -52,6 +52,26 @@ def _in_range(neutral: float, least: float, most: float, *, above: bool = False)
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """The drafts of next tokens that were checked: steps with one, tokens proposed, and those of them that came."""
+
+    steps: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Return the mean number of tokens of such a step, the one after the accepted ones included; 0 without any."""
+        return 1 + self.accepted / self.steps if self.steps else 0.0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.steps + other.steps, self.tokens + other.tokens, self.accepted + other.accepted)
+
+
+NO_DRAFTS = DraftCounts()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of a request. Temperature 0 is greedy; the other defaults change nothing.
 

@@ -36,17 +36,7 @@ class RouterMetrics(Meters):
         self.answer_length = self.histogram(
             "request_generation_tokens", "Tokens of a request's answers.", TOKENS, model
         )
-        of = ("tenant", "adapter")
-        self.tenant_requests = self.counter("tenant_requests", "Requests that ended well.", of)
-        self.tenant_failures = self.counter(
-            "tenant_request_failures", "Requests that did not.", ("tenant", "code", "reason")
-        )
-        self.tenant_prompt_tokens = self.counter("tenant_prompt_tokens", "Prompt tokens of these requests.", of)
-        self.tenant_generation_tokens = self.counter("tenant_generation_tokens", "Tokens delivered to them.", of)
-        self.tenant_ttft = self.counter("tenant_time_to_first_token_seconds", "The sum of their times.", of)
-        self.tenant_first_token = self.histogram(
-            "tenant_first_token_seconds", "These times, for objectives.", OBJECTIVES_S, ("tenant",)
-        )
+        self._add_tenant_metrics()
         self.evicted_keys = self.counter("redis_evicted_keys", "Keys that Redis evicted, of whatever program.")
         self.redispatches = self.counter("redispatches", "Attempts after the first, by what made them.", ("cause",))
         self.cell_jobs = self.counter("cell_jobs", "Attempts that this router put into a cell.", ("model", "cell"))
@@ -90,6 +80,24 @@ class RouterMetrics(Meters):
         for cause in (LOST, RETURNED, UNCLAIMED, MOVED):
             self.redispatches.labels(cause)
         self.tenants, self.adapters = BoundedNames(), BoundedNames()
+
+    def _add_tenant_metrics(self) -> None:
+        of = ("tenant", "adapter")
+        self.tenant_requests = self.counter("tenant_requests", "Requests that ended well.", of)
+        self.tenant_failures = self.counter(
+            "tenant_request_failures", "Requests that did not.", ("tenant", "code", "reason")
+        )
+        self.tenant_prompt_tokens = self.counter("tenant_prompt_tokens", "Prompt tokens of these requests.", of)
+        self.tenant_generation_tokens = self.counter("tenant_generation_tokens", "Tokens delivered to them.", of)
+        self.tenant_drafts = self.counter("tenant_spec_decode_num_drafts", "Steps that checked a draft for them.", of)
+        self.tenant_draft_tokens = self.counter("tenant_spec_decode_num_draft_tokens", "Tokens drafted for them.", of)
+        self.tenant_accepted_tokens = self.counter(
+            "tenant_spec_decode_num_accepted_tokens", "Of these, tokens that the model chose too.", of
+        )
+        self.tenant_ttft = self.counter("tenant_time_to_first_token_seconds", "The sum of their times.", of)
+        self.tenant_first_token = self.histogram(
+            "tenant_first_token_seconds", "These times, for objectives.", OBJECTIVES_S, ("tenant",)
+        )
 
     def _add_kind_metrics(self) -> None:
         self.texts = self.counter("texts_encoded", "Texts that were answered without tokens.", ("model", "task"))

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from loraplex.contracts.broker.messages import AdapterRef
-from loraplex.contracts.options import FinishReason, Pooling, SamplingParams, Task, TokenLogprobs
+from loraplex.contracts.options import (
+    NO_DRAFTS,
+    DraftCounts,
+    FinishReason,
+    Pooling,
+    SamplingParams,
+    Task,
+    TokenLogprobs,
+)
 from loraplex.runtime.rpc.errors import RateLimits
 
 
@@ -158,6 +166,8 @@ class Request:
     prompt_options: PromptOptions = PromptOptions()
     # Rank among the tenant's own requests; higher goes first.
     priority: int = 0
+    # Whether workers may draft tokens.
+    speculate: bool = True
     # The conversation or user whose requests get the same revision under a rollout; empty: the request alone.
     session_id: str = ""
     # The grammar that the answers keep to, and the field of the request that it was made of; empty: none.
@@ -245,6 +255,7 @@ class Summary:
     adapters: tuple[WeightedAdapter, ...] = ()
     # Paths of the parts of tools' schemas that calls need not keep to.
     not_enforced: tuple[str, ...] = ()
+    drafts: DraftCounts = NO_DRAFTS
     # The caller's limits, of a call without a stream.
     rate_limits: RateLimits = field(default_factory=dict)
 

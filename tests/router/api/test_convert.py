@@ -49,6 +49,14 @@ def test_priority_has_its_range() -> None:
         read_request(pb.GenerateSpec(prompt="x", priority=101), "acme")
 
 
+def test_speculation_is_a_word_that_is_known() -> None:
+    words = {pb.SPECULATION_UNSPECIFIED: True, pb.SPECULATION_AUTO: True, pb.SPECULATION_OFF: False}
+    for word, speculate in words.items():
+        assert read_request(pb.GenerateSpec(prompt="x", speculation=word), "acme").speculate is speculate
+    with pytest.raises(InvalidField, match="speculation: 7 is not known"):
+        read_request(pb.GenerateSpec(prompt="x", speculation=7), "acme")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("sampling", "refusal"),
     [

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from loraplex.contracts.options import FinishReason
+from loraplex.contracts.options import NO_DRAFTS, DraftCounts, FinishReason
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.router.dispatch.links import Frame, read_frame
 from loraplex.router.dispatch.routed_job import (
@@ -215,6 +215,23 @@ async def test_what_was_sent_again_is_told_once() -> None:
     async with asyncio.timeout(60):
         (arrival,) = await reading
     assert arrival.token_ids == (7,)
+
+
+async def test_drafts_are_counted_once_over_choices_attempts_and_frames_that_come_again() -> None:
+    routed = RoutedJob(job(n=2))
+    routed.bind(LINK, 1)
+    routed.accept(Frame("j", 1, 0, (5, 6), drafts=DraftCounts(1, 4, 1)))
+    routed.accept(Frame("j", 1, 0, (5, 6, 7), drafts=DraftCounts(2, 8, 1)))  # after a rewind
+    routed.accept(Frame("j", 1, 0, (8,), choice=1))
+    assert routed.drafts == DraftCounts(2, 8, 1)
+    for attempt in (2, 3):  # two workers die, the second one before it gave anything
+        routed.next_attempt()
+        assert routed.drafts == DraftCounts(2, 8, 1)
+        routed.bind(LINK, attempt)
+    routed.accept(Frame("j", 3, 3, (9,), drafts=DraftCounts(1, 4, 0)))
+    routed.accept(Frame("j", 3, 1, (9, 9), choice=1, drafts=DraftCounts(1, 3, 1), finish=FinishReason.LENGTH))
+    assert routed.drafts == DraftCounts(4, 15, 2)
+    assert (routed.drafts.mean_acceptance_length, NO_DRAFTS.mean_acceptance_length) == (1.5, 0.0)
 
 
 async def test_what_is_urgent_is_read_at_once() -> None:

@@ -330,6 +330,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         prompt_logprobs=_logprobs(spec.output, "prompt_logprobs"),
         priority=spec.priority,
         session_id=spec.session_id,
+        speculate=_speculate(spec.speculation),
         format_field=format_field,
         grammar=grammar,
         fingerprint=hashlib.sha256(spec.SerializeToString(deterministic=True)).hexdigest(),
@@ -340,6 +341,12 @@ def check_priority(priority: int) -> None:
     """Raise InvalidField on a priority out of range."""
     if abs(priority) > PRIORITY_LIMIT:
         raise InvalidField("priority", f"{priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
+
+
+def _speculate(speculation: pb.Speculation.ValueType) -> bool:
+    if speculation not in pb.Speculation.values():
+        raise InvalidField("speculation", f"{speculation} is not known")
+    return speculation != pb.SPECULATION_OFF
 
 
 def read_adapters(spec: pb.GenerateSpec | pb.EncodeSpec) -> tuple[WeightedAdapter, ...]:
@@ -542,6 +549,10 @@ def write_message(message: Message, written: pb.GenerateEvent) -> None:
                     not_enforced=event.not_enforced,
                 )
             )
+            if (drafts := event.drafts).steps:
+                counts = written.summary.speculative_decoding
+                counts.steps, counts.draft_tokens, counts.accepted_tokens = drafts.steps, drafts.tokens, drafts.accepted
+                counts.mean_acceptance_length = drafts.mean_acceptance_length
 
 
 def _add_logprobs(tokens: Iterable[TokenLogprobs], add: Callable[..., pb.TokenLogprobs]) -> None:

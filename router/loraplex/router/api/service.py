@@ -250,7 +250,7 @@ DECISIONS, RERANK = "loraplex.decisions", "loraplex.rerank"
 CONTINUATIONS = 64
 # Fields of a request that say how an answer is made: a score has none.
 _OF_ANSWERS = frozenset(
-    {"sampling", "stopping", "output", "json_schema", "regex", "grammar", "choices", "json_style"}
+    {"sampling", "stopping", "output", "json_schema", "regex", "grammar", "choices", "json_style", "speculation"}
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import msgspec
 from loraplex.contracts.broker.connection import CALL_S
 from loraplex.contracts.broker.messages import WorkerState
 from loraplex.contracts.broker.terms import SEALED_JOB_S
-from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.contracts.options import NO_DRAFTS, DraftCounts, FinishReason, TokenLogprobs
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.router.metrics import RouterMetrics
 from loraplex.runtime.rpc.errors import CallError, Unavailable
@@ -49,6 +49,8 @@ class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a datac
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
     # The vector of a job that asks for one, with its end.
     vector: tuple[float, ...] = ()
+    # Of the choice in this attempt so far.
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class WorkerLink:
@@ -129,10 +131,11 @@ _NO_FINISH = pb.Finish()
 
 def read_frame(frame: pb.Frame) -> Frame:
     """Return the frame in a message."""
+    drafts = _read_drafts(frame.drafts) if frame.HasField("drafts") else NO_DRAFTS
     # Nearly all frames have neither a beginning nor an end, and every look into a message makes an object.
     if not (frame.HasField("finish") or frame.HasField("first")):
-        logprobs = tuple(map(read_logprobs, frame.logprobs))
-        return Frame(frame.job_id, frame.attempt, frame.offset, tuple(frame.token_ids), frame.choice, logprobs)
+        ids, logprobs = tuple(frame.token_ids), tuple(map(read_logprobs, frame.logprobs))
+        return Frame(frame.job_id, frame.attempt, frame.offset, ids, frame.choice, logprobs, drafts=drafts)
     finish = frame.finish if frame.HasField("finish") else _NO_FINISH
     first = frame.first if frame.HasField("first") else None
     return Frame(
@@ -150,7 +153,12 @@ def read_frame(frame: pb.Frame) -> Frame:
         cached_tokens=first.cached_tokens if first else None,
         prompt_logprobs=first.prompt_logprobs if first else (),
         vector=tuple(frame.vector),
+        drafts=drafts,
     )
+
+
+def _read_drafts(drafts: pb.Drafts) -> DraftCounts:
+    return DraftCounts(drafts.steps, drafts.tokens, drafts.accepted)
 
 
 def read_logprobs(token: pb.TokenLogprobs) -> TokenLogprobs:

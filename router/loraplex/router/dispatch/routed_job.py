@@ -14,7 +14,7 @@ from enum import Enum
 from loraplex.contracts.broker.ledger import Reservation
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.broker.terms import Placement
-from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.contracts.options import NO_DRAFTS, DraftCounts, FinishReason, TokenLogprobs
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.router.dispatch.links import Frame, WorkerLink
 from loraplex.runtime.rpc.errors import CallError
@@ -124,6 +124,9 @@ class Choice:
     finish: FinishReason | None = None
     # The vector of a job that asks for one, once its worker has ended it.
     vector: tuple[float, ...] = ()
+    # The drafts of the current attempt, and of those before it.
+    drafts: DraftCounts = NO_DRAFTS
+    earlier_drafts: DraftCounts = NO_DRAFTS
     # True if the router needs no more of it, though its worker has not ended it.
     closed: bool = False
     # Number of ids in `emitted` that the reader has got.
@@ -150,7 +153,7 @@ class Choice:
         self.emitted.extend(frame.token_ids[repeated:] if repeated else frame.token_ids)
         if frame.logprobs:
             self.logprobs.extend(frame.logprobs[repeated:])
-        self.finish, self.vector = frame.finish, frame.vector
+        self.finish, self.vector, self.drafts = frame.finish, frame.vector, frame.drafts
         return True
 
     def read_new(self, job: Job, limit: int) -> Frame:
@@ -233,6 +236,11 @@ class RoutedJob:
         """Return the number of ids produced so far, of all choices."""
         return sum(len(choice.emitted) for choice in self.choices)
 
+    @property
+    def drafts(self) -> DraftCounts:
+        """Return the drafts of all choices, over all attempts."""
+        return sum((choice.earlier_drafts + choice.drafts for choice in self.choices), NO_DRAFTS)
+
     def limit(self, deadline_s: float | None) -> None:
         """Set the seconds that are left from now on; None: no deadline."""
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
@@ -296,6 +304,8 @@ class RoutedJob:
         self._go(JobState.ENQUEUEING)
         self.link = None
         self.continuations += 1
+        for choice in self.choices:
+            choice.earlier_drafts, choice.drafts = choice.earlier_drafts + choice.drafts, NO_DRAFTS
         left_ms = 0
         if self._deadline is not None:
             left_ms = max(1, round((self._deadline - time.monotonic()) * 1e3))

@@ -373,6 +373,7 @@ class Admission:
             prompt_logprobs_start=request.prompt_logprobs_start,
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
             grammar=calls.text,
+            speculate=request.speculate,
         )
         return Run(request, job, model.tokenizer, answer_format, calls=calls)
 

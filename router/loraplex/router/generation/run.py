@@ -149,6 +149,7 @@ class Run:
             continuations=self.resumes + self.routed.continuations,
             adapters=parts,
             not_enforced=self.calls.not_enforced,
+            drafts=self.routed.drafts,
         )
 
 

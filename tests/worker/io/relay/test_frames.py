@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from loraplex.contracts.broker.messages import Job
-from loraplex.contracts.options import Encode, FinishReason, SamplingParams, StoppingParams, TokenLogprobs
+from loraplex.contracts.options import (
+    NO_DRAFTS,
+    DraftCounts,
+    Encode,
+    FinishReason,
+    SamplingParams,
+    StoppingParams,
+    TokenLogprobs,
+)
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.router.dispatch.links import read_frame
 from loraplex.worker.engine_api import Output
@@ -63,6 +71,31 @@ def test_a_vector_goes_with_the_end_and_again_after_a_rewind() -> None:
         assert read_frame(frame).vector == vector
         choice.rewind(0)
         assert choice.has_news
+
+
+def test_drafts_are_told_as_those_so_far_and_alike_after_a_rewind() -> None:
+    choice = (
+        LocalJobs()
+        .add(Job("j", "acme", "tiny", "sha256:0", "router", (1,), StoppingParams(9), speculate=False))
+        .choices[0]
+    )
+    assert not sequence_of(choice, None).speculate
+    choice.hand_over(1, 0.0)
+    choice.begin()
+
+    def told() -> DraftCounts:
+        add_frames({choice: None}, batch := pb.FrameBatch())
+        return read_frame(batch.frames[0]).drafts
+
+    choice.record(Output(choice.sequence_id, 0, (5,)))
+    assert told() == NO_DRAFTS
+    choice.record(Output(choice.sequence_id, 1, (6, 7, 8), drafted=4, accepted=2))
+    choice.record(Output(choice.sequence_id, 4, (9,)))
+    assert told() == DraftCounts(1, 4, 2)
+    choice.record(Output(choice.sequence_id, 5, (9,), FinishReason.END, drafted=3, accepted=0))
+    assert told() == DraftCounts(2, 7, 2)
+    choice.rewind(0)
+    assert told() == DraftCounts(2, 7, 2)
 
 
 def test_whole_answers_with_log_probabilities_go_in_several_messages() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loraplex.contracts.broker.messages import Job
-from loraplex.contracts.options import FinishReason, TokenLogprobs
+from loraplex.contracts.options import NO_DRAFTS, DraftCounts, FinishReason, TokenLogprobs
 from loraplex.worker.engine_api import AdapterSource, Failure, NewSequence, Output
 from loraplex.worker.io.adapters.fetch import DiskPin
 
@@ -74,6 +74,7 @@ class LocalChoice:
     prompt_logprobs: bytearray = field(default_factory=bytearray)
     # Of a job that asks for a vector, which comes with its end.
     vector: tuple[float, ...] = ()
+    drafts: DraftCounts = NO_DRAFTS
     ending: Ending | None = None
     adapter_ms: float = 0.0
     cached_tokens: int = 0
@@ -144,6 +145,8 @@ class LocalChoice:
         self.ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)
         self.vector = output.vector
+        if output.drafted:
+            self.drafts += DraftCounts(1, output.drafted, output.accepted)
         if output.finish is not None:
             kind = None if output.finish is FinishReason.FAILED else output.finish
             self.end(Ending(kind, output.failure))
@@ -178,6 +181,7 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         tenant=job.tenant,
         weight=job.weight,
         grammar=job.grammar,
+        speculate=job.speculate,
         encode=job.encode,
     )
 

@@ -58,6 +58,8 @@ def add_frame(choice: LocalChoice, batch: pb.FrameBatch) -> pb.Frame:
         frame.first.adapter_ms = choice.adapter_ms
         frame.first.cached_tokens = choice.cached_tokens
         frame.first.MergeFromString(bytes(choice.prompt_logprobs))
+    if (drafts := choice.drafts).steps:
+        frame.drafts.steps, frame.drafts.tokens, frame.drafts.accepted = drafts.steps, drafts.tokens, drafts.accepted
     choice.sent = min(end, len(choice.ids))
     if choice.ending is None or choice.sent < len(choice.ids):
         return frame
