@@ -21,6 +21,7 @@ DEVICE ?= cpu
 DTYPE ?= auto
 QUANTIZE ?=
 KV_CACHE_DTYPE ?=
+SPECULATIVE_CONFIG ?=
 PORT ?= 50051
 STORE_PORT ?= 50052
 HTTP_PORT ?= 8443
@@ -53,7 +54,8 @@ help: ## Print this list
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  make run takes MODEL=DIR ADAPTERS=DIR WORKERS=$(WORKERS) DEVICE=$(DEVICE) DTYPE=$(DTYPE) PORT=$(PORT)"
-	@echo "  STORE_PORT=$(STORE_PORT), QUANTIZE=int8, KV_CACHE_DTYPE=int8, and ONCE=1 to exit after the answers"
+	@echo "  STORE_PORT=$(STORE_PORT), QUANTIZE=int8, KV_CACHE_DTYPE=int8, SPECULATIVE_CONFIG={},"
+	@echo "  and ONCE=1 to exit after the answers"
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
 	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
 	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make releases RELEASES=$(RELEASES), make texts TEXTS=$(TEXTS),"
@@ -72,6 +74,7 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 	@exec $(BIN)/python -m examples.run $(if $(MODEL),--model "$(MODEL)") $(if $(ADAPTERS),--adapters "$(ADAPTERS)") \
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
 		$(if $(KV_CACHE_DTYPE),--kv-cache-dtype $(KV_CACHE_DTYPE)) \
+		$(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)') \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
 secured: $(STAMP) ## Start a cluster with TLS, API keys and two tenants with plans, and show an answer of each

@@ -165,6 +165,14 @@ KvCacheOption = Annotated[
         help="int8: an 8-bit KV cache; default: the model's dtype.",
     ),
 ]
+SpeculativeConfigOption = Annotated[
+    str,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON",
+        help='Drafts of tokens that a step checks: {"method":"suffix","num_speculative_tokens":8}, or off.',
+    ),
+]
 MaxTokensOption = Annotated[
     int | None,
     typer.Option(metavar="N", help="Maximum tokens of the answer; default: the model's, else 128."),

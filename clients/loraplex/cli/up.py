@@ -10,12 +10,19 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli.options import CA_VARIABLE, CREDENTIAL_VARIABLES, KEY_FILE_VARIABLE, KvCacheOption, QuantizeOption
+from loraplex.cli.options import (
+    CA_VARIABLE,
+    CREDENTIAL_VARIABLES,
+    KEY_FILE_VARIABLE,
+    KvCacheOption,
+    QuantizeOption,
+    SpeculativeConfigOption,
+)
 from loraplex.cli.terminal import CommandError
 
 # Parameters of `up` that workers and routers have as flags of the same name.
 _OF_WORKERS = (
-    *("device", "dtype", "tensor_parallel", "quantize", "kv_cache_dtype"),
+    *("device", "dtype", "tensor_parallel", "quantize", "kv_cache_dtype", "speculative_config"),
     *("rows", "max_rank", "adapter_slots", "kv_blocks"),
 )
 _OF_ROUTERS = ("engine_protocol", "engine_tenant", "engine_adapter")
@@ -78,6 +85,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: QuantizeOption = "",
     kv_cache_dtype: KvCacheOption = "",
+    speculative_config: SpeculativeConfigOption = "",
     redis_url: Annotated[
         str,
         typer.Option(envvar="LORAPLEX_REDIS_URL", metavar="URL", help="Redis server; default: start a Valkey."),

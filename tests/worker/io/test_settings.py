@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.worker.engine_api import EngineConfig
-from loraplex.worker.io.settings import Settings
+from loraplex.worker.engine_api import EngineConfig, Speculation
+from loraplex.worker.io.settings import SPECULATIVE_CONFIG, Settings
 
 REQUIRED = ("hash:?", "127.0.0.1:1", "redis://127.0.0.1:1")
 
@@ -18,6 +18,17 @@ def test_a_device_has_defaults_of_its_own(device: str, rows: int, step_tokens: i
     assert (config.device, config.rows, config.step_tokens) == (device, rows, step_tokens)
     chosen = Settings(*REQUIRED, device=device, rows=5, step_tokens=64, max_rank=8).engine_config()
     assert chosen == EngineConfig("hash:?", device, rows=5, step_tokens=64, max_rank=8)
+
+
+def test_drafts_are_configured_as_in_vllm_or_not_at_all() -> None:
+    def chosen(text: str) -> Speculation | None:
+        return Settings(*REQUIRED, speculative_config=text).engine_config().speculation
+
+    assert chosen('{"method": "suffix", "num_speculative_tokens": 3}') == Speculation("suffix", 3)
+    assert chosen("off") is None
+    assert chosen("") == chosen(SPECULATIVE_CONFIG)
+    with pytest.raises(ValueError, match=r"^--speculative-config: method: 'eagle' is not supported; use 'suffix'"):
+        chosen('{"method": "eagle"}')
 
 
 def test_a_cell_has_a_name_that_keys_may_have() -> None:

@@ -16,7 +16,7 @@ from loraplex.runtime.rpc.tls import CA_HELP, CERT_HELP, KEY_HELP, TlsFiles, tls
 from loraplex.runtime.telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from loraplex.runtime.telemetry.metrics import PORT_HELP
 from loraplex.runtime.tenancy.audit_log import FILE_HELP
-from loraplex.worker.engine_api import EngineConfig
+from loraplex.worker.engine_api import MAX_DRAFT, EngineConfig, Speculation
 
 DEVICES = ("cpu", "cuda")
 # By default: answers that are computed at once, and tokens that one step may compute. A CPU's step takes longer with
@@ -24,6 +24,8 @@ DEVICES = ("cpu", "cuda")
 _ROWS = {"cpu": 32, "cuda": 256}
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# --speculative-config by default, and the word for no drafts.
+SPECULATIVE_CONFIG = NO_SPECULATION = "off"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Settings:
     batch_invariant: bool = setting(
         "on CUDA: compute the same bits alone and in any batch, as on the CPU; slower",
         False,
+    )
+    speculative_config: str = setting(
+        'drafts of tokens that a step checks, such as {"method":"suffix","num_speculative_tokens":8}, '
+        f"at most {MAX_DRAFT}; {NO_SPECULATION}: none; empty: {SPECULATIVE_CONFIG}",
+        "",
     )
     tensor_parallel: int = setting(
         "number of devices (on the CPU: processes) that share the model's weights, from --device on",
@@ -116,6 +123,7 @@ class Settings:
             raise ValueError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
         check_device(parse_quantization(self.quantize), self.device)
         check_kv_cache_dtype(self.kv_cache_dtype)
+        _ = self.speculation
         check_bounds(self)
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"--drain-s {self.drain_s}: 0 or more")
@@ -124,11 +132,22 @@ class Settings:
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's settings, with the device's defaults where they are 0."""
-        values = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if hasattr(self, field.name)}
+        values = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
         kind = self.device.split(":", maxsplit=1)[0]
         values["rows"] = self.rows or _ROWS[kind]
         values["step_tokens"] = self.step_tokens or _STEP_TOKENS[kind]
         return EngineConfig(**values)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Return how the engine drafts tokens; None: not at all. Raises ValueError."""
+        text = self.speculative_config or SPECULATIVE_CONFIG
+        if text == NO_SPECULATION:
+            return None
+        try:
+            return Speculation.parse(text)
+        except ValueError as error:
+            raise ValueError(f"--speculative-config: {error}") from None
 
     def tls_files(self) -> TlsFiles | None:
         """Return the certificate files; None where TLS is off. Raises ValueError."""
