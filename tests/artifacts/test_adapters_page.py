@@ -22,6 +22,7 @@ SERVED: dict[str, Any] = {
     "alpha_pattern": {"q_proj": 8},
     "use_rslora": True,
     "use_dora": True,
+    "alora_invocation_tokens": [5, 7],
     "fan_in_fan_out": True,
     "base_model_name_or_path": "some/model",
     "peft_type": "LORA",
@@ -63,6 +64,7 @@ _CONVERT = (
     "changed the base model's weights; convert it to plain LoRA with peft's "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 )
+_IN_WORDS = "was replaced in peft: put its token ids, of the base's tokenizer, into alora_invocation_tokens"
 REFUSED: list[tuple[str, Any, str]] = [
     ("peft_type", "ADALORA", "'ADALORA' is not served, only 'LORA'; train plain LoRA"),
     (
@@ -91,7 +93,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("ensure_weight_tying", True, "it ties an adapter's own embeddings and head to one weight; train without it"),
     ("lora_bias", True, "biases of LoRA layers are not served; train with lora_bias=False"),
     ("layer_replication", [[0, 4], [2, 5]], "replicated layers are not served; train on the base model as it is"),
-    ("alora_invocation_tokens", [5], "activated LoRA is not served; train plain LoRA"),
+    ("alora_invocation_string", "<check>", _IN_WORDS),
+    ("invocation_string", "<check>", _IN_WORDS),
     ("arrow_config", {"top_k": 2}, "Arrow routes between adapters; push each as an adapter of its own"),
     ("kasa_config", {"beta": 0.1}, "KaSA changes how an adapter is applied; train plain LoRA"),
     ("monteclora_config", {"num_samples": 8}, "MonteCLoRA samples its weights; train plain LoRA"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.activation import last_occurrence
 from loraplex.contracts.artifacts.peft_config import PeftConfig, parse_name_patterns, parse_peft_config
 
 # Fields that peft 0.21 writes for LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM").
@@ -115,7 +116,7 @@ def test_accepts_what_changes_nothing_or_is_served(changes: dict[str, Any]) -> N
         ("layer_replication", [[0, 4], [2, 5]]),
         ("lora_bias", True),
         ("use_qalora", True),
-        ("alora_invocation_tokens", [5]),
+        ("alora_invocation_string", "<check>"),
         ("megatron_config", {"x": 1}),
         ("use_bdlora", {"nblocks": 2}),
         ("arrow_config", {"top_k": 2}),
@@ -263,3 +264,31 @@ def test_there_is_a_limit_to_how_many() -> None:
 def test_a_pattern_for_a_model_with_images_names_the_modules_of_its_text_part() -> None:
     patterns = parse_name_patterns("alpha_pattern", {r"model.language_model\.layers.0.q_proj": 5})
     assert [patterns.value_of(f"model.layers.{layer}.q_proj", 1) for layer in (0, 1)] == [5, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"alora_invocation_tokens": "<check>"}, "is not a list of token ids"),
+        ({"alora_invocation_tokens": [5, -1]}, "is not a list of token ids"),
+        ({"alora_invocation_tokens": []}, "has 0 ids; 1 to 64 are served"),
+        ({"alora_invocation_tokens": [5] * 65}, "has 65 ids; 1 to 64 are served"),
+        ({"alora_invocation_tokens": [5], "use_dora": True}, "cannot be combined with use_dora; train without one"),
+        ({"alora_invocation_tokens": [5], "task_type": "SEQ_CLS"}, "is served for task_type 'CAUSAL_LM' alone"),
+    ],
+)
+def test_an_invocation_that_is_not_served_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArtifactError, match=f"alora_invocation_tokens: {text}"):
+        parse(**changes)
+    assert parse(alora_invocation_tokens=[5, 7]).invocation == (5, 7)
+
+
+def test_the_last_occurrence_of_an_invocation_counts() -> None:
+    for ids, prompt, at in (
+        ((5, 7), (5, 7, 1, 5, 7, 5), 3),
+        ((5, 5), (5, 5, 5), 1),
+        ((5,), (5,), 0),
+        ((5, 7), (5, 1, 7), None),
+        ((5, 7), (7,), None),
+    ):
+        assert last_occurrence(ids, prompt) == at

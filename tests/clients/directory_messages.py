@@ -122,7 +122,10 @@ ERRORS = {
         "modules_to_save: a fully trained norm is not supported, only embeddings, lm_head, and "
         "classification heads (classifier, score, pooler, head)"
     ),
-    "activated LoRA": "alora_invocation_tokens: activated LoRA is not served; train plain LoRA",
+    "an invocation in words": (
+        "alora_invocation_string: was replaced in peft: put its token ids, of the base's tokenizer, into "
+        "alora_invocation_tokens"
+    ),
     "another model": (
         "adapter_model.safetensors: model.layers.0.self_attn.k_proj is for 128 inputs and 32 outputs; the "
         "base has 64 and 32"

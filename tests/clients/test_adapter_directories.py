@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from loraplex.cli.__main__ import app
 from loraplex.cli.models import registered
 from loraplex.cli.terminal import CommandError
+from loraplex.contracts.artifacts.activation import last_occurrence, read_invocation
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.options import StoppingParams
 from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence
@@ -73,10 +74,12 @@ class Base:
         """Return the greedy ids with a stored adapter, as a worker has its files."""
         with StoreClient(self._store, "acme") as client:
             client.download(name, directory)
-        source = AdapterSource(f"digest of {name}", str(directory))
-        ends = json.loads((directory / "adapter_config.json").read_text()).get("loraplex_end_tokens", ())
-        stopping = StoppingParams(TOKENS, end_ids=ends)
-        self.engine.add_sequence(NewSequence("0", PROMPT, adapter=source, stopping=stopping))
+        config = (directory / "adapter_config.json").read_bytes()
+        source = AdapterSource(f"digest of {name}", str(directory), invocation=read_invocation(config))
+        stopping = StoppingParams(TOKENS, end_ids=json.loads(config).get("loraplex_end_tokens", ()))
+        at = last_occurrence(source.invocation, PROMPT) if source.invocation else 0
+        assert at is not None
+        self.engine.add_sequence(NewSequence("0", PROMPT, adapter=source, stopping=stopping, invoked_at=at))
         outputs: list[Any] = []
         while not outputs or outputs[-1].finish is None:
             outputs += self.engine.step()

@@ -270,6 +270,7 @@ SERVED: dict[str, Make] = {
     "peft of 2023": old_peft,
     "rsLoRA": partial(peft_saves, use_rslora=True, r=8),
     "DoRA": partial(peft_saves, use_dora=True),
+    "activated LoRA": partial(peft_saves, alora_invocation_tokens=[1, 12]),
     "patterns": partial(peft_saves, rank_pattern={r"layers\.1\..*v_proj": 7, "q_proj": 2}, alpha_pattern={"o_proj": 3}),
     "some layers": partial(peft_saves, layers_to_transform=[1], exclude_modules=["v_proj"]),
     "EVA": partial(peft_saves, init_lora_weights="eva"),
@@ -339,7 +340,7 @@ REFUSED: dict[str, Make] = {
     "OLoRA": _refused(partial(train, init_lora_weights="olora")),
     "biases": _refused(partial(train, lora_bias=True)),
     "a norm trained in full": _refused(partial(train, modules_to_save=["norm"])),
-    "activated LoRA": _refused(partial(train, alora_invocation_tokens=[5])),
+    "an invocation in words": _refused(partial(beside, files={}, config={"alora_invocation_string": "w7 w1"})),
     "another model": _weights(
         lambda tensors: {name: torch.cat([one, one], 1) if "lora_A" in name else one for name, one in tensors.items()}
     ),

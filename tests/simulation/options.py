@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from random import Random
 from typing import Any
 
+from loraplex.contracts.artifacts.activation import INVOCATION_FIELD, last_occurrence
+from loraplex.contracts.artifacts.names import sha256_json
+from loraplex.contracts.broker.messages import AdapterRef
 from loraplex.contracts.options import RANGES, SamplingParams, StoppingParams
 from loraplex.router.request import PromptOptions, Request
 from tests.hash_answers import Asked, expected_answers, text_of
 from tests.hash_formats import ASCII_CALLS, FORMATS, GRAMMARS, or_calls
 
+# An activated adapter, and what its store has of it.
+INVOCATION = (901, 902)
+CHECKS = AdapterRef("tenants/one/adapters/checks@1", sha256_json("checks"), 8, 100_000)
+CHECKS_CONFIG = json.dumps({INVOCATION_FIELD: INVOCATION}).encode()
+
+
+def draw_activated(own: Random, request: Request) -> Request:
+    """Make a quarter of the base model's requests those of an activated adapter, most of which invoke it."""
+    if request.adapter or own.random() >= 1 / 4:
+        return request
+    assert isinstance(request.prompt, tuple)
+    at = own.randint(0, len(request.prompt))
+    invocation = INVOCATION if own.random() < 0.8 else ()
+    prompt = (*request.prompt[:at], *invocation, *request.prompt[at:])
+    return replace(request, adapter="checks", prompt=prompt, allow_inactive=True)
+
+
+def activated(request: Request) -> bool | None:
+    """Return what the summary says of a request's adapter."""
+    return last_occurrence(INVOCATION, prompt_ids_of(request)) is not None if request.adapter == "checks" else None
+
 
 def asked_of(request: Request, adapter_digest: str) -> Asked:
     """Return the parts of a request that decide its answers."""
+    if request.adapter == "checks":
+        at = last_occurrence(INVOCATION, prompt_ids_of(request))
+        adapter_digest = "" if at is None else f"{CHECKS.digest}@{at}" if at else CHECKS.digest
     stopping = request.stopping
     assert stopping.max_tokens is not None
     assert request.seed is not None

@@ -47,6 +47,7 @@ from tests.plans_file import plans_in
 from tests.simulation.channels import Registrar
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
+from tests.simulation.options import CHECKS, CHECKS_CONFIG
 from tests.simulation.queue import SimulatedLedger, SimulatedUsage
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.texts import Encoded
@@ -81,7 +82,7 @@ class SimulatedStore:
         self, base: BaseModel, adapters: Mapping[str, AdapterRef], keys: Iterable[str], accounts: int = 0
     ) -> None:
         self._base = base
-        self._adapters = adapters
+        self._adapters = {**adapters, "checks": CHECKS}
         # By name, at first so many of others.
         names = [f"other-{number}" for number in range(accounts)]
         self._accounts = {name: accounts_pb2.Account(name=name, day=1, day_tokens=1) for name in names}
@@ -155,7 +156,7 @@ class SimulatedStore:
 
     async def config_of(self, tenant: str, revision: str) -> bytes:
         """See StoreClient."""
-        return b"{}"
+        return CHECKS_CONFIG if revision == CHECKS.revision else b"{}"
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
         """See StoreClient; the name may be that of the one revision."""

@@ -29,7 +29,7 @@ from tests.simulation.faults import (
     draw_throttle,
     draw_wipe,
 )
-from tests.simulation.options import asked_of, draw_options, prompt_ids_of
+from tests.simulation.options import asked_of, draw_activated, draw_options, prompt_ids_of
 from tests.simulation.stories import Plan
 from tests.simulation.texts import draw_texts
 
@@ -161,6 +161,7 @@ def _plan(
         priority=chance.choice((0, 0, 5)),
     )
     digest = adapters[adapter].digest if adapter else ""
+    request = draw_activated(Random(f"activated {number} {prompt}"), request)
     request = draw_options(options, request, digest, MODEL, candidates=not backlog)
     plan = Plan(
         request,
@@ -176,7 +177,7 @@ def _plan(
 def _maybe_texts(plan: Plan, adapters: Mapping[str, AdapterRef]) -> Plan:
     """Make one in eight plans a call of Embed or Classify, with the same tenant, adapter and times."""
     own = Random(f"texts {plan.request.request_id} {plan.request.prompt}")
-    if plan.scores or own.random() >= 1 / 8:
+    if plan.scores or plan.request.adapter == "checks" or own.random() >= 1 / 8:
         return plan
     texts = draw_texts(own, plan.request, adapters, MODEL, parse_hash_model(MODEL).context)
     leave_s = own.uniform(0.05, 1.0) if texts.leaves else plan.deadline_s
@@ -197,6 +198,7 @@ def _maybe_score(plan: Plan, own: Random) -> Plan:
         adapter=old.adapter,
         prompt_options=old.prompt_options,
         priority=old.priority,
+        allow_inactive=old.allow_inactive,
     )
     endings = [[own.randrange(1000) for _ in range(own.randint(1, 9))] for _ in range(count)]
     return replace(

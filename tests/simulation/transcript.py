@@ -9,7 +9,7 @@ from loraplex.contracts.options import TokenLogprobs
 from loraplex.router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Summary
 from tests.hash_answers import Expected, ExpectedChoice, Logprobs
 from tests.simulation.engine import STEP_S
-from tests.simulation.options import prompt_ids_of
+from tests.simulation.options import activated, prompt_ids_of
 
 
 @dataclass
@@ -121,6 +121,8 @@ class Transcript:
         wrong = []
         if summary.prompt_tokens != len(prompt):
             wrong.append(f"{summary.prompt_tokens} prompt tokens counted of {len(prompt)}")
+        if summary.activated != activated(self._request):
+            wrong.append(f"activated is {summary.activated}")
         if summary.completion_tokens != expected.completion_tokens:
             wrong.append(f"{summary.completion_tokens} tokens counted, the model's are {expected.completion_tokens}")
         if self.tokens and summary.ttft_s < max(

@@ -25,6 +25,7 @@ from loraplex.worker.ipc import Configure
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
+from tests.simulation.options import CHECKS, INVOCATION
 from tests.simulation.redis import SimulatedRedis
 
 # Range of the seconds that a fetch takes.
@@ -111,6 +112,10 @@ class SimulatedPin:
         self._pins += len(refs)
         self._fetcher.pins += len(refs)
         return await asyncio.gather(*(self._fetcher.get() for _ in refs))
+
+    async def invocation_of(self, digest: str) -> tuple[int, ...]:
+        """See DiskPin."""
+        return INVOCATION if digest == CHECKS.digest else ()
 
     def release(self) -> None:
         """See DiskPin."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
+from loraplex.contracts.artifacts.activation import check_invocation
 from loraplex.contracts.artifacts.adapter_files import AdapterFiles, read_adapter_files
 from loraplex.contracts.artifacts.added_tokens import check_new_tokens
 from loraplex.contracts.artifacts.base_model import HASH_ARCHITECTURE, BaseModel
@@ -61,6 +62,7 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
         return Validated(_rank_if_readable(config_bytes))
     files = read_adapter_files(directory, base.sizes, base.architecture, evaluate=True)
     check_new_tokens(files.sent.added_tokens, base.vocab_size)
+    check_invocation(files.sent.invocation, base.vocab_size)
     zeros, shapes = _check_finite(directory / WEIGHTS_FILE, files.header), files.shapes
     warnings = [*_warnings_of_names(files.changes)]
     if all(files.config.scaling_of(name, shape.rank) == 0 for name, shape in shapes.items()):

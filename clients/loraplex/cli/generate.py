@@ -72,6 +72,10 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     choices: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Answer with one of the TEXTs. Repeatable.")
     ] = None,
+    allow_inactive: Annotated[
+        bool,
+        typer.Option("--allow-inactive", help="Let the base model answer a prompt that does not invoke the adapter."),
+    ] = False,
     router: RouterOption = ROUTER,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -113,6 +117,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
                 json_style=json_style or None,
                 regex=regex,
                 choices=choices or None,
+                allow_inactive=allow_inactive or None,
             ) as stream:
                 answer = await _follow(stream, timer, quiet=as_json or several)
             return answer, await token_texts(client, answer, model) if logprobs is not None else {}
@@ -150,6 +155,7 @@ async def _follow(stream: AsyncGenerationStream, timer: AnswerTimer, *, quiet: b
 def _closing_line(generation: Generation, timer: AnswerTimer) -> str:
     who = " + ".join(f"{weight:g} x {_short(revision)}" for revision, weight in generation.adapters)
     who = who or _short(generation.adapter_revision) or "plain base model"
+    who += ", since the prompt does not invoke the adapter" if generation.activated is False else ""
     return (
         f"{who} · {generation.usage.completion_tokens} tokens · TTFT {format_figure(timer.ttft_ms, 0)} ms · "
         f"{format_figure(timer.tokens_per_s)} tokens/s · ended by {generation.finish_reason} · "
@@ -248,6 +254,7 @@ def answer_json(generation: Generation, texts: Mapping[int, str]) -> dict[str, A
         "stop": generation.stop,
         "adapter_revision": generation.adapter_revision,
         "adapters": [{"revision": revision, "weight": weight} for revision, weight in generation.adapters],
+        "activated": generation.activated,
         "usage": generation.usage,
         "timings": generation.timings,
         "continuations": generation.continuations,

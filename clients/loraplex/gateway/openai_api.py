@@ -128,7 +128,7 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class Extensions(TypedDict, total=False):
-    """Fields beyond OpenAI's with vLLM's names, and the SDK's json_style and speculation; openai's `extra_body`."""
+    """Fields beyond OpenAI's, with vLLM's names or the SDK's; openai sends them as `extra_body`."""
 
     top_k: int | None
     min_p: float | None
@@ -144,6 +144,7 @@ class Extensions(TypedDict, total=False):
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     priority: int | None
+    allow_inactive: bool | None
     json_style: str | list[str] | None
     speculation: str | None
     include_stop_str_in_output: bool | None
@@ -240,7 +241,8 @@ _SAME = (
     "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
     "top_k", "min_p", "typical_p", "top_n_sigma", "repetition_penalty", "min_tokens", "stop_token_ids",
     "allowed_token_ids", "bad_words", "ignore_eos", "skip_special_tokens", "add_special_tokens",
-    "truncate_prompt_tokens", "priority", "json_style", "speculation", "logprobs_mode", "thinking_token_budget",
+    "truncate_prompt_tokens", "priority", "allow_inactive", "json_style", "speculation", "logprobs_mode",
+    "thinking_token_budget",
 )  # fmt: skip
 
 

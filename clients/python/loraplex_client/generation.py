@@ -136,6 +136,8 @@ class Generation:
     not_enforced: tuple[str, ...] = ()
     # None where no draft was checked; those before a resume are not counted.
     speculative_decoding: SpeculativeDecoding | None = None
+    # Whether the prompt invoked the activated adapter; False: the base model answered. None: it is no such adapter.
+    activated: bool | None = None
     # The limits of `requests` and of `tokens` of which least is left, with this request; none: the plans have none.
     rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
 
@@ -463,6 +465,7 @@ class Fold:
             adapters=tuple((part.adapter, part.weight) for part in summary.adapters),
             not_enforced=tuple(summary.not_enforced),
             speculative_decoding=_speculative_decoding(summary),
+            activated=summary.activated if summary.HasField("activated") else None,
         )
         return Piece("", (), len(whole.token_ids), finished=whole)
 

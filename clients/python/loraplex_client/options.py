@@ -134,6 +134,8 @@ class ChatOptions(TypedDict, total=False):
 
     # `support`, `support@canary`, `tenants/acme/adapters/support`, ...; none: the plain base model
     adapter_id: str | None
+    # the base model answers where the prompt does not invoke an activated adapter; see Generation.activated
+    allow_inactive: bool | None
     # instead of one adapter: the weighted sum of several, as {name: weight} or (name, weight) pairs
     adapters: Mapping[str, float] | Sequence[tuple[str, float]] | None
     # the base model; may be left out where the router serves one
@@ -209,15 +211,12 @@ class GenerateOptions(ChatOptions, total=False):
     messages: ChatMessages | None
 
 
+_OWN_FIELDS = (
+    "model", "request_id", "priority", "session_id", "allow_inactive", "speculation", "json_schema", "regex", "grammar",
+)  # fmt: skip
 # The path of each option in GenerateSpec: most are fields of its groups, under their own names.
 _PATHS: dict[str, str] = {
-    **{
-        name: name
-        for name in (
-            *("model", "request_id", "priority", "session_id", "speculation"),
-            *("json_schema", "regex", "grammar"),
-        )
-    },
+    **{name: name for name in _OWN_FIELDS},
     **{
         field.name: f"{group}.{field.name}"
         for group in ("prompt_options", "sampling", "stopping", "output")

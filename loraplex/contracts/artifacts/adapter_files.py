@@ -13,9 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError
+from loraplex.contracts.artifacts.activation import INVOCATION_FIELD
 from loraplex.contracts.artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header, read_small_file
 from loraplex.contracts.artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
 from loraplex.contracts.artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
+from loraplex.contracts.artifacts.families import is_embedding
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, MAX_RANK, TOKENS_FIELD, PeftConfig, parse_peft_config
 from loraplex.contracts.artifacts.revision import (
     ENDS_ON_CPU,
@@ -95,6 +97,8 @@ def read_adapter_files(
     check_head(header, sent, architecture, whole, hidden_size(whole))
     config = sent.resolved(shapes) if evaluate else sent
     for name, shape in shapes.items():
+        if sent.invocation and (name in experts or is_embedding(name)):
+            raise MismatchError(INVOCATION_FIELD, f"is not served for {name}; train without adapting that")
         _check_module(name, shape, modules, config, ENDS_ON_CPU if name in ends else "")
     tokens = trained_tokens(header, sent, modules)
     ranks = ranks_of(shapes, tokens)

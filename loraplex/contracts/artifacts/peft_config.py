@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
+from loraplex.contracts.artifacts.activation import INVOCATION_FIELD, parse_invocation
 from loraplex.contracts.artifacts.added_tokens import (
     ADDED_FIELD,
     ENDS_FIELD,
@@ -87,6 +88,7 @@ _CHECKED = {
     MAX_TOKENS_FIELD,
     PROMPTS_FIELD,
     TOKENS_FIELD,
+    INVOCATION_FIELD,
 }
 _TASKS = ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
 # Modules of classification heads; their tensors are checked against the base's family (encoders.py).
@@ -109,9 +111,11 @@ _CONVERTED_BY_PEFT = {
     "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "LOHA", "LOKR", "MISS", "PSOFT", "RANDLORA", "SHIRA", "TINYLORA",
     "UNILORA", "VBLORA", "VERA", "WAVEFT",
 }  # fmt: skip
+_INVOCATION_IN_WORDS = f"was replaced in peft: put its token ids, of the base's tokenizer, into {INVOCATION_FIELD}"
 # Reasons why fields are refused, and what to do instead.
 WHY_REFUSED = {
-    "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
+    "alora_invocation_string": _INVOCATION_IN_WORDS,
+    "invocation_string": _INVOCATION_IN_WORDS,
     "arrow_config": "Arrow routes between adapters; push each as an adapter of its own",
     "ensure_weight_tying": "it ties an adapter's own embeddings and head to one weight; train without it",
     "kasa_config": "KaSA changes how an adapter is applied; train plain LoRA",
@@ -292,6 +296,8 @@ class PeftConfig:
     trained_ends: tuple[str, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
     end_tokens: tuple[str | int, ...] = ()
+    # The token ids of an activated adapter's invocation.
+    invocation: tuple[int, ...] = ()
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
@@ -378,6 +384,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         trained_ends=_trained_ends(config.get(SAVED_FIELD) or []),
         added_tokens=parse_added_tokens(config.get(ADDED_FIELD)),
         end_tokens=parse_end_tokens(config.get(ENDS_FIELD)),
+        invocation=parse_invocation(config),
     )
 
 

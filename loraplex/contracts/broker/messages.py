@@ -114,6 +114,9 @@ class Job:
     speculate: bool = True
     # The vector of the prompt that is asked for instead of an answer; `n` is 1 and `max_tokens` 0.
     encode: Encode | None = None
+    # Position of an activated adapter's invocation in the prompt, before which the base model computes. None: it is no
+    # activated adapter.
+    invoked_at: U32 | None = None
     # Workers that could not serve earlier attempts for a fault of their own.
     failed_at: tuple[str, ...] = ()
     # False while the router has another worker for the job: then a fetch that fails is not tried again here.

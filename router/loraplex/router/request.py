@@ -170,6 +170,10 @@ class Request:
     speculate: bool = True
     # The conversation or user whose requests get the same revision under a rollout; empty: the request alone.
     session_id: str = ""
+    # True if the base model may answer where the prompt does not have the adapter's invocation.
+    allow_inactive: bool = False
+    # Number of the prompt's ids before a continuation that is scored: the adapter is invoked among these. None: of all.
+    scored_from: int | None = None
     # The grammar that the answers keep to, and the field of the request that it was made of; empty: none.
     grammar: str = ""
     format_field: str = ""
@@ -256,6 +260,8 @@ class Summary:
     # Paths of the parts of tools' schemas that calls need not keep to.
     not_enforced: tuple[str, ...] = ()
     drafts: DraftCounts = NO_DRAFTS
+    # Whether the prompt invoked the activated adapter that the request names; None: it names another adapter, or none.
+    activated: bool | None = None
     # The caller's limits, of a call without a stream.
     rate_limits: RateLimits = field(default_factory=dict)
 

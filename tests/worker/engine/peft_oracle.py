@@ -98,11 +98,27 @@ class PeftOracle:
         self, name: str, prompt: Iterable[int], tokens: int, source: AdapterSource | str | None = None
     ) -> NewSequence:
         """A greedy sequence that asks for all log probabilities; an adapter by its name, or as a source."""
+        ids, invoked_at = tuple(prompt), 0
         if isinstance(source, str):
-            source = AdapterSource(f"digest of {source}", str(self.adapters[source]))
+            invocation = tuple(self.peft.peft_config[source].alora_invocation_tokens or ())
+            invoked_at = len(ids) - (self.offset(ids, source) or len(ids))
+            source = AdapterSource(f"digest of {source}", str(self.adapters[source]), invocation=invocation)
         return NewSequence(
-            name, tuple(prompt), adapter=source, stopping=StoppingParams(tokens), logprobs=VOCAB, prompt_logprobs=VOCAB
+            name,
+            ids,
+            adapter=source,
+            stopping=StoppingParams(tokens),
+            logprobs=VOCAB,
+            prompt_logprobs=VOCAB,
+            invoked_at=invoked_at,
         )
+
+    def offset(self, prompt: tuple[int, ...], adapter: str) -> int | None:
+        """Return how many of the prompt's last ids an activated adapter computes, as peft counts them."""
+        from peft.tuners.lora.variants import calculate_alora_offsets
+
+        offset: int | None = calculate_alora_offsets(self.peft.peft_config, adapter, torch.tensor([prompt]))[0]
+        return offset
 
     def check(self, request: NewSequence, outputs: Sequence[Output], adapter: str | None) -> tuple[int, ...]:
         """Assert that an engine's whole answer is peft's with this adapter, logits and greedy ids; the ids."""
@@ -117,7 +133,7 @@ class PeftOracle:
         self, request: NewSequence, ids: tuple[int, ...], logprobs: Sequence[Sequence[float]], adapter: str | None
     ) -> None:
         """Check an answer's ids and the log probabilities of all ids, in their order, at each position."""
-        logits = self._logits((*request.prompt_ids, *ids[:-1]), adapter)
+        logits = self._logits(request.prompt_ids, adapter, ids[:-1])
         greedy = logits[len(request.prompt_ids) - 1 :]
         best = greedy.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > MARGIN, f"{request.sequence_id}: peft's best two logits are too close"
@@ -126,13 +142,23 @@ class PeftOracle:
         error = (torch.tensor(logprobs) - logits.log_softmax(-1)).abs().max() / logits.abs().max()
         assert error <= TOLERANCE, f"{request.sequence_id}: {error:.1e} of the largest logit"
 
+    def greedy(self, request: NewSequence, adapter: str) -> tuple[int, ...]:
+        """Return the ids that follow those that were emitted already."""
+        ids = request.emitted_ids
+        while len(ids) < request.stopping.max_tokens:
+            ids = (*ids, int(self._logits(request.prompt_ids, adapter, ids)[-1].argmax()))
+        return ids[len(request.emitted_ids) :]
+
     @torch.inference_mode()
-    def _logits(self, ids: tuple[int, ...], adapter: str | None) -> Tensor:
-        """Peft's logits [position, vocab], the sequence alone."""
+    def _logits(self, prompt: tuple[int, ...], adapter: str | None, answer: tuple[int, ...] = ()) -> Tensor:
+        """Peft's logits [position, vocab], the sequence alone; as its generate does, it looks at the prompt alone."""
+        more = {}
         if adapter is not None:
             self.peft.set_adapter(adapter)
+            if offset := self.offset(prompt, adapter):
+                more["alora_offsets"] = [offset + len(answer)]
         with self.peft.disable_adapter() if adapter is None else contextlib.nullcontext():
-            logits: Tensor = self.peft(input_ids=torch.tensor([ids])).logits[0]
+            logits: Tensor = self.peft(input_ids=torch.tensor([(*prompt, *answer)]), **more).logits[0]
         return logits
 
 

@@ -66,7 +66,7 @@ async def test_a_warm_adapter_may_leave_the_disk_once_the_engine_has_answered(er
     async def fetch(*args: Any) -> list[Path]:
         return [Path("/adapters/a")]
 
-    disk_pin = SimpleNamespace(fetch=fetch, release=released.set)
+    disk_pin = SimpleNamespace(fetch=fetch, invocation_of=AsyncMock(return_value=()), release=released.set)
     queue: Any = SimpleNamespace(
         pins=SimpleNamespace(list=AsyncMock(return_value=[])), commands=SimpleNamespace(next=next_command)
     )

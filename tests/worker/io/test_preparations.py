@@ -39,6 +39,9 @@ async def test_jobs_wait_for_a_store_that_restarts_unless_they_keep_others_out(
                 raise FetchFailedError(failures[refs[0].revision])
             return [Path("adapter")]
 
+        async def invocation_of(self, digest: str) -> tuple[int, ...]:
+            return ()
+
     async def until(count: int) -> None:
         while len(outcomes) < count:
             news.clear()

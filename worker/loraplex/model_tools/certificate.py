@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
+from loraplex.contracts.artifacts.activation import INVOCATION_FIELD
 from loraplex.contracts.artifacts.added_tokens import eos_token
 from loraplex.contracts.artifacts.checkpoint import read_small_file
 from loraplex.contracts.artifacts.fitness import PROMPTS_FIELD, Figures, Prompt, is_right, parse_prompts
@@ -54,6 +55,8 @@ def certify(
     peft, config = parse_peft_config(data), parse_object(data, CONFIG_FILE)
     if config.get("task_type") == "SEQ_CLS":
         raise MismatchError("task_type", "'SEQ_CLS' has no certificate: answers are compared, and it gives none")
+    if peft.invocation:
+        raise MismatchError(INVOCATION_FIELD, "an activated adapter has no certificate: drawn prompts do not invoke it")
     own = parse_prompts(config.get(PROMPTS_FIELD))
     answer_tokens, prompts, codec = _DRAWN_ANSWER_TOKENS, [], None
     if own:

@@ -52,6 +52,8 @@ class AdapterSource:
     parts: tuple[AdapterPart, ...] = ()
     # The revision's name in the store, for those who are told of its KV blocks; empty: it has none.
     name: str = field(default="", compare=False)
+    # The ids that an activated adapter counts from; empty: it counts from a prompt's first id.
+    invocation: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def summands(self) -> tuple[AdapterPart, ...]:
@@ -86,6 +88,9 @@ class NewSequence:
     speculate: bool = True
     # None: an answer. Otherwise the sequence ends with its first output, which has `vector`; `max_tokens` is 0.
     encode: Encode | None = None
+    # Position of the first id that the adapter computes: 0, or of an activated adapter its invocation. The base model
+    # computes those before it.
+    invoked_at: int = 0
 
 
 # The gRPC statuses that a failure can end a job with; `rpc.status.to_error` makes the router's error of each.

@@ -331,6 +331,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         priority=spec.priority,
         session_id=spec.session_id,
         speculate=_speculate(spec.speculation),
+        allow_inactive=spec.allow_inactive,
         format_field=format_field,
         grammar=grammar,
         fingerprint=hashlib.sha256(spec.SerializeToString(deterministic=True)).hexdigest(),
@@ -547,6 +548,7 @@ def write_message(message: Message, written: pb.GenerateEvent) -> None:
                     continuations=event.continuations,
                     adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in event.adapters],
                     not_enforced=event.not_enforced,
+                    activated=event.activated,
                 )
             )
             if (drafts := event.drafts).steps:

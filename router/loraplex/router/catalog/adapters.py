@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError, parse_object
+from loraplex.contracts.artifacts.activation import parse_invocation
 from loraplex.contracts.artifacts.added_tokens import (
     ADDED_FIELD,
     ENDS_FIELD,
@@ -48,7 +49,7 @@ _CACHED_REVISIONS = 10_000
 class AdapterSettings:
     """An adapter's chat settings, whether it brings a classification head, its labels' names, and its tokens.
 
-    `ends` are its end tokens beside the model's, by text or id.
+    `ends` are its end tokens beside the model's, by text or id; from the ids `invocation` on an activated one counts.
     `max_tokens` is the maximum of an answer whose request sets none; 0: the adapter has no such maximum.
     """
 
@@ -58,6 +59,7 @@ class AdapterSettings:
     tokens: tuple[AddedToken, ...] = ()
     max_tokens: int = 0
     ends: tuple[str | int, ...] = ()
+    invocation: tuple[int, ...] = ()
 
     @property
     def characters(self) -> int:
@@ -79,7 +81,13 @@ class AdapterConfigs:
         self._reading = SharedCalls[AdapterSettings]()
 
     async def of(self, tenant: str, adapter: AdapterRef | None) -> AdapterSettings:
-        """Return an adapter's settings; a weighted set has none. Raises NotFound or Unavailable."""
+        """Return an adapter's settings; a weighted set has none. Raises NotFound, Unavailable or InvalidField."""
+        for part in adapter.parts if adapter is not None else ():
+            if (await self.of(tenant, part.adapter)).invocation:
+                message = (
+                    f"{part.adapter.revision} is an activated adapter, which no weighted set can have; name it alone"
+                )
+                raise InvalidField("adapters", message)
         if adapter is None or adapter.parts:
             return AdapterSettings()
         if adapter.digest not in self._cached:
@@ -112,10 +120,11 @@ def _read(config: bytes) -> AdapterSettings:
         tokens = parse_added_tokens(parsed.get(ADDED_FIELD))
         max_tokens = parse_max_tokens(parsed.get(MAX_TOKENS_FIELD))
         ends = parse_end_tokens(parsed.get(ENDS_FIELD))
+        invocation = parse_invocation(parsed)
     except ArtifactError:  # of a hash model's adapter, which may be any bytes: the store has checked the others
         return AdapterSettings()
     has_head = not set(parsed.get(SAVED_FIELD) or ()).isdisjoint(HEADS)
-    return AdapterSettings(chat, has_head, _labels(parsed), tokens, max_tokens, ends)
+    return AdapterSettings(chat, has_head, _labels(parsed), tokens, max_tokens, ends, invocation)
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:

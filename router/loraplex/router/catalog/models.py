@@ -164,6 +164,8 @@ class ServedModel:
     unset_max_tokens: int = 0
     template: ChatTemplate = field(default_factory=ChatTemplate)
     end_ids: tuple[int, ...] = ()
+    # The ids that a request's adapter counts from, if it is an activated one.
+    invocation: tuple[int, ...] = ()
 
     def default_max_tokens(self, default: int) -> int:
         """Return the maximum number of tokens of an answer whose request sets none, before the context caps it."""

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from loraplex.contracts.artifacts.activation import last_occurrence
 from loraplex.contracts.artifacts.added_tokens import eos_token
 from loraplex.contracts.artifacts.generation_config import GenerationConfig
 from loraplex.contracts.broker.messages import AdapterRef, Job, WorkerState
@@ -18,6 +19,7 @@ from loraplex.contracts.grammars.matching import special_tokens
 from loraplex.contracts.grammars.prover import Prover, ProverBusyError
 from loraplex.contracts.options import Encode, SamplingParams, StoppingParams
 from loraplex.router.catalog.adapters import (
+    WRONG_TASK,
     AdapterConfigs,
     Classifier,
     check_generates,
@@ -35,7 +37,7 @@ from loraplex.router.generation.rollouts import Side, choose_side
 from loraplex.router.generation.run import Run
 from loraplex.router.request import DEFAULT_MAX_TOKENS, Chat, EncodeRequest, PromptOptions, Request
 from loraplex.router.text.tokenizer import PromptTokenizer, bad_word_ids, context_exceeded
-from loraplex.runtime.rpc.errors import InvalidField, Unavailable
+from loraplex.runtime.rpc.errors import InvalidField, Mismatch, Unavailable
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.shares import FairThreads
 
@@ -228,6 +230,9 @@ class Admission:
         model, adapter, context = await self.adapted(request)
         manifest = model.manifest
         classifier = await find_classifier(request, manifest, adapter, self.configs)
+        if model.invocation:
+            name = adapter.revision if adapter else manifest.name
+            raise Mismatch(name, "is an activated adapter, which generates alone; call Generate", reason=WRONG_TASK)
         inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, context)
         for (ids, _), path in zip(inputs, request.fields, strict=True):
             if not ids:
@@ -322,6 +327,7 @@ class Admission:
             tokenizer=tokenizer,
             template=tokenizer.chat.with_settings(settings.chat, eos_token(settings.ends)),
             end_ids=tuple(end for end in ends if end is not None and end < model.manifest.vocab_size),
+            invocation=settings.invocation,
             generation_config=replace(config, max_new_tokens=settings.max_tokens or config.max_new_tokens),
         )
 
@@ -337,6 +343,8 @@ class Admission:
         """Admit a request to the model and adapter that it was resolved to; `context`: maximum tokens of its job."""
         check_generates(model.manifest)
         prompt_ids = await self._tokenize(request, model)
+        invoked_at = await self._invoked_at(request, model, prompt_ids)
+        inactive = adapter if model.invocation and invoked_at is None else None
         answer_format, calls = await self._formats(request, model, prompt_ids, free)
         for name, given in (
             ("allowed_token_ids", request.sampling.allowed_token_ids),
@@ -363,7 +371,7 @@ class Admission:
             model.end_ids,
         )
         job = replace(
-            self._job(request, model.manifest, adapter, prompt_ids, stopping),
+            self._job(request, model.manifest, None if inactive else adapter, prompt_ids, stopping),
             sampling=sampling,
             n=request.best_of,
             # Candidates are ranked by their log probabilities.
@@ -374,8 +382,26 @@ class Admission:
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
             grammar=calls.text,
             speculate=request.speculate,
+            invoked_at=invoked_at,
         )
-        return Run(request, job, model.tokenizer, answer_format, calls=calls)
+        return Run(request, job, model.tokenizer, answer_format, calls=calls, inactive=inactive)
+
+    async def _invoked_at(self, request: Request, model: ServedModel, prompt_ids: tuple[int, ...]) -> int | None:
+        """Return where the prompt invokes an activated adapter; None: nowhere, or the adapter is no such one.
+
+        Raises InvalidField unless the request allows the base model to answer.
+        """
+        ids, prompt_ids = model.invocation, prompt_ids[: request.scored_from]
+        if not ids:
+            return None
+        at = await self.prompts.run(request.tenant, len(prompt_ids), partial(last_occurrence, ids, prompt_ids))
+        if at is None and not request.allow_inactive:
+            decode = partial(model.tokenizer.decode, skip_special_tokens=False)
+            text, prompt = await self.prompts.run(
+                request.tenant, len(prompt_ids), lambda: (decode(ids), decode(prompt_ids))
+            )
+            raise not_invoked(request.prompt_field, ids, text, split=bool(text.strip()) and text in prompt)
+        return at
 
     async def _tokenize(self, request: Request, model: ServedModel) -> tuple[int, ...]:
         prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
@@ -492,6 +518,18 @@ def _max_tokens(request: Request, prompt: int, context: int, model: ServedModel)
 def _check_received(resumption: Resumption, vocab_size: int) -> None:
     for index, part in enumerate(resumption.received.values()):
         check_ids(f"received[{index}].token_ids", part.token_ids, vocab_size)
+
+
+def not_invoked(field: str, ids: tuple[int, ...], text: str, *, split: bool) -> InvalidField:
+    """Return the error of a prompt without the adapter's invocation; `split`: its text is there, in other tokens."""
+    what = f"the adapter's invocation {text!r}, tokens {list(ids)}"
+    advice = "allow_inactive has the base model answer"
+    message = f"does not have {what}; add it, or {advice}"
+    if split:
+        message = (
+            f"has the text of {what}, in other tokens; separate it from its neighbours, send token_ids, or {advice}"
+        )
+    return InvalidField(field, message, reason="NOT_INVOKED")
 
 
 def check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from loraplex.contracts.broker.messages import Job
+from loraplex.contracts.broker.messages import AdapterRef, Job
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.chat_format import CallGrammar
 from loraplex.router.generation.chat_reader import ChatFormat
@@ -39,6 +39,8 @@ class Run:
     calls: CallGrammar = field(default_factory=CallGrammar)
     # The tokens that its client had when it was resumed here; None: it began here.
     resumption: Resumption | None = None
+    # The activated adapter that the prompt does not invoke: the base model answers for it.
+    inactive: AdapterRef | None = None
     # Since it is in the queue.
     routed: RoutedJob = field(init=False)
     # The reservation of the request's tokens; None: its tenant has no limits, or it is a part of a larger call.
@@ -86,7 +88,7 @@ class Run:
             fingerprint=self.request.fingerprint,
             model=job.model,
             base_digest=job.base_digest,
-            adapter=job.adapter,
+            adapter=job.adapter or self.inactive,
             seed=job.sampling.seed,
             max_tokens=job.stopping.max_tokens,
             began=self.began,
@@ -118,7 +120,8 @@ class Run:
         if resumption is None:
             return self.resumption is None
         payload, job = resumption.payload, self.routed.job
-        if (payload.seed, payload.adapter, payload.base_digest) != (job.sampling.seed, job.adapter, job.base_digest):
+        adapter = job.adapter or self.inactive
+        if (payload.seed, payload.adapter, payload.base_digest) != (job.sampling.seed, adapter, job.base_digest):
             return False
         if (payload.filled, payload.max_tokens) != (self.filled, job.stopping.max_tokens):
             return False
@@ -150,6 +153,7 @@ class Run:
             adapters=parts,
             not_enforced=self.calls.not_enforced,
             drafts=self.routed.drafts,
+            activated=None if job.invoked_at is None and not self.inactive else self.inactive is None,
         )
 
 

@@ -197,6 +197,7 @@ def continuation_request(request: Request, index: int, prompt_ids: tuple[int, ..
         stopping=Stopping(max_tokens=0),
         prompt_logprobs=1,
         prompt_logprobs_start=len(prompt_ids),
+        scored_from=len(prompt_ids),
         fingerprint=fingerprint.hexdigest(),
     )
 

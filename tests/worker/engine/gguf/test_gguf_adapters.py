@@ -91,6 +91,13 @@ def test_ranks_and_embeddings_come_back_and_answers_are_equal(llama: tuple[Any, 
     assert not torch.allclose(before, logits(model), atol=1e-3)
 
 
+def test_an_invocation_comes_back(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, base = llama
+    adapter = make_adapter(tmp_path / "adapter", base, alora_invocation_tokens=[7, 5])
+    file = write_adapter(adapter, tmp_path / "adapter.gguf", model, "llama")
+    assert convert(file, base, tmp_path / "converted")["alora_invocation_tokens"] == [7, 5]
+
+
 def test_16_bits_stay_16_bits(llama: tuple[Any, Path], tmp_path: Path) -> None:
     model, base = llama
     adapter = make_adapter(tmp_path / "adapter", base)
@@ -120,7 +127,6 @@ A, B = "blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b"
     ("keys", "arrays", "sentence"),
     [
         ({"adapter.type": "control"}, {}, r"is an adapter of type 'control', and only lora is served$"),
-        (LORA | {"adapter.alora.invocation_tokens": "x"}, {}, r"is an activated LoRA \(aLoRA\), which is not served$"),
         (LORA, {}, r"has no tensors$"),
         (LORA, {A: (4, 32)}, r"has only one of blk\.0\.attn_q\.weight\.lora_a and \.lora_b$"),
         (LORA, {A: (4, 16), B: (32, 4)}, r"A is \[4, 16\] and B is \[32, 4\], and the base's weight \[32, 32\]$"),

@@ -239,6 +239,8 @@ def write_adapter(
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", config["lora_alpha"])
+    if invocation := config["alora_invocation_tokens"]:
+        writer.add_array("adapter.alora.invocation_tokens", invocation)
     for full, values in load_file(directory / "adapter_model.safetensors").items():
         module, _, part = full.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         name = f"{table.get_name(module)}.weight"

@@ -21,6 +21,11 @@ def link(previous: int, token: int) -> int:
     return zlib.crc32(bytes([token]), previous)
 
 
+def begun(spec: NewSequence, position: int, state: int) -> int:
+    """Return the state before a position, from which on the adapter counts if it begins there."""
+    return zlib.crc32(spec.adapter.digest.encode(), state) if spec.adapter and position == spec.invoked_at else state
+
+
 def next_token(state: int, banned: frozenset[int]) -> int:
     token = state % VOCAB
     while token in banned:
@@ -33,9 +38,9 @@ def oracle(spec: NewSequence) -> tuple[tuple[int, ...], FinishReason]:
     stopping = spec.stopping
     ends = frozenset() if stopping.ignore_eos else frozenset([END])
     banned = ends | frozenset(stopping.stop_token_ids)
-    state = zlib.crc32(spec.adapter.digest.encode() if spec.adapter else b"")
-    for token in spec.prompt_ids:
-        state = link(state, token)
+    state = 0
+    for position, token in enumerate(spec.prompt_ids):
+        state = link(begun(spec, position, state), token)
     answer: list[int] = []
     while len(answer) < stopping.max_tokens:
         early = len(answer) < stopping.min_tokens
@@ -110,17 +115,16 @@ class PagedModel:
         last, self.sampled = self.sampled, {}
         for row in batch.rows:
             sequence = row.sequence
-            digest = sequence.spec.adapter.digest if sequence.spec.adapter else ""
-            installed = self.loads.installed.get(sequence.adapter_slot, "")
-            assert installed == digest, "the adapter of another"
+            spec, end = sequence.spec, row.start + row.count
+            digest = spec.adapter.digest if spec.adapter and row.start >= spec.invoked_at else ""
+            assert row.start >= spec.invoked_at or end <= spec.invoked_at, "a row of the base and the adapter"
+            assert self.loads.installed.get(row.adapter_slot, "") == digest, "the adapter of another"
             state = self.read(sequence.block_table, row.start - 1)
-            if row.start == 0:
-                state = zlib.crc32(digest.encode())
-            ids = sequence.ids[row.start : row.start + row.count]
+            ids = sequence.ids[row.start : end]
             if row.last_is_placeholder:
                 ids.append(last[sequence])
             for position, token in enumerate(ids, row.start):
-                state = link(state, token)
+                state = link(begun(spec, position, state), token)
                 size = self.limits.block_size
                 self.kv[sequence.block_table[position // size], position % size] = state
             if row.samples:
@@ -146,7 +150,7 @@ class PagedModel:
         assert all(count == 1 for count in counts[: batch.decodes])
         assert all(count > 1 for count in counts[batch.decodes :])
         for part in (batch.rows[: batch.decodes], batch.rows[batch.decodes :]):
-            slots = [row.sequence.adapter_slot for row in part]
+            slots = [row.adapter_slot for row in part]
             assert slots == sorted(slots)
         first = self.scheduler._running.in_rank[0]
         assert first.waits_for_ids or first in [row.sequence for row in batch.rows], "the first in rank was passed over"

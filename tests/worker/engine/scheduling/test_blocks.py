@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,12 @@ BLOCKS = 12
 BLOCK_SIZE = 4
 
 
-def new_sequence(ids: tuple[int, ...], tenant: str = "acme", adapter: str = "", arrival: int = 0) -> Sequence:
+def new_sequence(
+    ids: tuple[int, ...], tenant: str = "acme", adapter: str = "", arrival: int = 0, invoked_at: int = 0
+) -> Sequence:
     source = AdapterSource(adapter, "") if adapter else None
-    return Sequence(NewSequence(f"s{arrival}", ids, adapter=source, tenant=tenant), arrival, frozenset())
+    spec = NewSequence(f"s{arrival}", ids, adapter=source, tenant=tenant, invoked_at=invoked_at)
+    return Sequence(spec, arrival, frozenset())
 
 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
@@ -34,14 +38,16 @@ class BlockWalk:
         self.blocks = BlockManager(BLOCKS, BLOCK_SIZE)
         self.held: list[Sequence] = []
         # (block, offset) -> all that keys and values at this place depend on.
-        self.content: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.content: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.count = 0
         # The blocks that a follower knows of; the keys that it has got since the list of all blocks began.
         self.known: dict[int, CachedBlock] = {}
         self.told: set[int] | None = None
 
-    def entry(self, sequence: Sequence, position: int) -> tuple[object, ...]:
-        return (sequence.spec.tenant, sequence.spec.adapter, *sequence.ids[: position + 1])
+    def entry(self, sequence: Sequence, position: int) -> tuple[Any, ...]:
+        spec = sequence.spec
+        adapters = [spec.adapter if place >= spec.invoked_at else None for place in range(position + 1)]
+        return (spec.tenant, *zip(adapters, sequence.ids[: position + 1], strict=True))
 
     def go(self) -> None:
         """Walk to the end, where nothing is left. Walks differ in how often each operation comes."""
@@ -64,7 +70,8 @@ class BlockWalk:
         length = self.chance.randint(1, 24)
         tenant, adapter = self.chance.choice(["acme", "globex"]), self.chance.choice(["", "a", "b"])
         ids = tuple(self.chance.choices([1, 2], [20, 1], k=length))
-        sequence = new_sequence(ids, tenant, adapter, self.count)
+        invoked_at = self.chance.choice([0, self.chance.randrange(length)]) if adapter else 0
+        sequence = new_sequence(ids, tenant, adapter, self.count, invoked_at)
         self.count += 1
         before = (self.blocks.free, self.blocks.cached)
         if not self.blocks.allocate(sequence):
@@ -143,9 +150,10 @@ class BlockWalk:
         assert self.known.keys() == cached.keys()
         for key, block in cached.items():
             told, content = self.known[key], [self.content[block, offset] for offset in range(BLOCK_SIZE)]
-            assert (told.tenant, told.adapter) == (content[0][0], getattr(content[0][1], "digest", ""))
-            assert list(array("I", told.token_ids)) == [entry[-1] for entry in content]
-            assert (told.parent is None) == (len(content[0]) == 3)
+            (adapter, _), ids = content[-1][-1], [entry[-1][1] for entry in content]
+            assert (told.tenant, told.adapter) == (content[0][0], getattr(adapter, "digest", ""))
+            assert list(array("I", told.token_ids)) == ids
+            assert (told.parent is None) == (len(content[0]) == 2)
 
     def accounts_balance(self) -> None:
         self.blocks.check(self.held)
@@ -192,6 +200,24 @@ def test_a_forgotten_tenant_finds_nothing_and_another_its_own() -> None:
         found[tenant] = again.computed
         blocks.release_blocks(again)
     assert found == {"acme": 0, "globex": 4, "initech": 0, "hooli": 4}
+
+
+def test_activated_adapters_share_the_bases_blocks_before_their_invocations() -> None:
+    blocks, ids = BlockManager(BLOCKS, BLOCK_SIZE), tuple(range(15))
+    found: dict[tuple[str, int], list[int]] = {}
+    for adapter, invoked_at in (("", 0), ("a", 9), ("b", 9), ("a", 9), ("a", 10), ("b", 8), ("b", 3), ("a", 0)):
+        sequence = new_sequence(ids, "acme", adapter, invoked_at=invoked_at)
+        assert blocks.allocate(sequence)
+        found[adapter, invoked_at] = [*found.get((adapter, invoked_at), []), sequence.computed]
+        compute(blocks, sequence)
+        blocks.release_blocks(sequence)
+    # The whole blocks before; its own the second time; another place in the same block is another content.
+    assert found == {
+        ("", 0): [0], ("a", 9): [8, 12], ("b", 9): [8], ("a", 10): [8], ("b", 8): [8], ("b", 3): [0], ("a", 0): [0]
+    }  # fmt: skip
+    stranger = new_sequence(ids, "globex", "a", invoked_at=9)
+    assert blocks.allocate(stranger)
+    assert stranger.computed == 0
 
 
 def test_one_id_is_always_left_to_compute() -> None:

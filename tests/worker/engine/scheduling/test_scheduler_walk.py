@@ -23,11 +23,15 @@ NAN_LOGITS = Failure("INTERNAL", "NAN_LOGITS", "not a number")
 def random_spec(chance: random.Random, name: str) -> NewSequence:
     adapter = chance.choice(["", "", "a", "b", "c", "d", "broken"])
     tokens = chance.randint(1, 30)
+    # Few prompts, so that prefixes meet.
+    prompt = [chance.randrange(2)] * chance.randint(1, 20) + chance.choices(range(VOCAB), k=chance.randint(0, 14))
+    at = chance.choice([0, 0, chance.randrange(len(prompt))]) if adapter else 0
+    invocation = tuple(prompt[at : at + 1]) if at else ()
     made = NewSequence(
         name,
-        # Few prompts, so that prefixes meet.
-        tuple([chance.randrange(2)] * chance.randint(1, 20) + chance.choices(range(VOCAB), k=chance.randint(0, 14))),
-        adapter=AdapterSource(adapter, f"/adapters/{adapter}") if adapter else None,
+        tuple(prompt),
+        invoked_at=at,
+        adapter=AdapterSource(adapter, f"/adapters/{adapter}", invocation=invocation) if adapter else None,
         sampling=SamplingParams(presence_penalty=chance.choice([0.0, 0.0, 1.0])),
         stopping=StoppingParams(
             max_tokens=tokens,

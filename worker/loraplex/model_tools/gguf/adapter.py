@@ -3,6 +3,7 @@
     blk.0.attn_q.weight.lora_a [rank, in], .lora_b [out, rank]    its tensors
     token_embd.weight.lora_a [tokens, rank], .lora_b [out, rank]  of the embeddings, whose A is transposed
     adapter.lora.alpha                                            the scale is alpha / rank of each pair
+    adapter.alora.invocation_tokens                               ids, of an activated one
 
 The converter changes what it changes in the base: rows of B of llama's queries and keys have its order. So the base is
 needed, for the number of heads and for the modules' names.
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from loraplex.contracts.artifacts import ArtifactError
+from loraplex.contracts.artifacts.activation import INVOCATION_FIELD
 from loraplex.contracts.artifacts.families import is_embedding
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE, lora_fields
 from loraplex.contracts.artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
@@ -67,8 +69,6 @@ def _check_kind(file: GgufFile) -> str:
         raise ArtifactError(file.name, "is not an adapter; a model is registered with: loraplex models push")
     if file.get("adapter.type") != "lora":
         raise ArtifactError(file.name, f"is an adapter of type {file.get('adapter.type')!r}, and only lora is served")
-    if "adapter.alora.invocation_tokens" in file.entries:
-        raise ArtifactError(file.name, "is an activated LoRA (aLoRA), which is not served")
     architecture = file.architecture
     if architecture not in ARCHITECTURES or architecture in _REFUSED:
         supported = ", ".join(name for name in ARCHITECTURES if name not in _REFUSED)
@@ -124,4 +124,6 @@ def _peft_config(file: GgufFile, ranks: Mapping[str, int]) -> dict[str, Any]:
     if not isinstance(alpha, int | float):
         raise ArtifactError(file.name, "lacks adapter.lora.alpha, without which nobody knows its scale")
     # llama.cpp takes 0 for a scale of 1.
-    return lora_fields(ranks, {module: alpha or rank for module, rank in ranks.items()})
+    fields = lora_fields(ranks, {module: alpha or rank for module, rank in ranks.items()})
+    invocation = file.get("adapter.alora.invocation_tokens")
+    return fields if invocation is None else fields | {INVOCATION_FIELD: invocation}  # checked by the store

@@ -191,6 +191,7 @@ class HashEngine(Engine[Scheduler]):
         if state is None:
             spec = sequence.spec
             digest = spec.adapter.digest if spec.adapter else ""
+            digest += f"@{spec.invoked_at}" if spec.invoked_at else ""
             state = sequence.engine_state = hash_root(self._model, digest, spec.sampling, spec.choice)
             state.update(id_bytes(sequence.ids))
         banned = sequence.banned_ids(sequence.answered)

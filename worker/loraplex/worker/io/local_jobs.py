@@ -183,6 +183,7 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         grammar=job.grammar,
         speculate=job.speculate,
         encode=job.encode,
+        invoked_at=job.invoked_at or 0,
     )
 
 

@@ -71,7 +71,7 @@ def step_layout(batch: Batch, block_size: int, sampled: Sequence[Row] = ()) -> S
         logit_places,
         row_blocks(batch.rows, block_size),
         batch.decodes,
-        [(row.sequence.adapter_slot, row.count) for row in batch.rows],
+        [(row.adapter_slot, row.count) for row in batch.rows],
         [len(row.prompt_positions) + row.samples for row in batch.rows],
         placeholders(batch.rows, sampled),
     )
@@ -91,7 +91,7 @@ def decode_layout(
         token = 0 if row.last_is_placeholder else row.sequence.ids[row.start]
         tokens[:, index] = token, row.start, table[count - 1] * block_size + offset
         tables[index, :count] = table[:count]
-    return DecodeLayout(tokens, tables, [row.sequence.adapter_slot for row in rows], placeholders(rows, sampled))
+    return DecodeLayout(tokens, tables, [row.adapter_slot for row in rows], placeholders(rows, sampled))
 
 
 def placeholders(rows: Sequence[Row], sampled: Sequence[Row]) -> Placeholders:

@@ -146,15 +146,14 @@ class BlockManager:
         """Let the prefix cache know the blocks that a sequence's first `tokens` ids, all computed, fill."""
         full = tokens // self.block_size
         keys = sequence.full_block_keys(full, self.block_size)
-        adapter = sequence.spec.adapter
-        owner = sequence.spec.tenant, adapter.digest if adapter else ""
-        name = (adapter.name or adapter.digest) if adapter else ""
         for index in range(sequence.registered, full):
             block = sequence.block_table[index]
+            adapter = sequence.adapter_of((index + 1) * self.block_size - 1)
+            name = (adapter.name or adapter.digest) if adapter else ""
             # Two sequences may have computed the same block side by side; the first one's is shared.
             if self._block_of.setdefault(keys[index], block) == block:
                 self._key_of[block] = keys[index]
-                self._owner_of[block] = owner
+                self._owner_of[block] = sequence.spec.tenant, adapter.digest if adapter else ""
                 self._content_of[block] = keys[index - 1] if index else None, name, sequence.block_ids[index]
                 if self.journal is not None:
                     self.journal.stored(keys[index])

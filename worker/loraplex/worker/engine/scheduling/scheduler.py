@@ -82,7 +82,7 @@ class MemoryCeilings:
         self.chunk_tokens = min(2 * self.chunk_tokens, self._unlimited_tokens)
 
 
-_by_slot = attrgetter("sequence.adapter_slot")
+_by_slot = attrgetter("adapter_slot")
 
 
 class BatchPlan:
@@ -101,8 +101,9 @@ class BatchPlan:
         (self.singles if count == 1 else self._chunks).append(Row(sequence, start, count, samples, sequence.epoch))
 
     def add_chunk(self, sequence: Sequence, budget: ChunkBudget) -> None:
-        """Add as many of a sequence's next ids as the budget allows, if any."""
-        count = budget.take(sequence.computed, sequence.length - sequence.computed)
+        """Add as many of a sequence's next ids as the budget allows, if any: up to its invocation, or after it."""
+        start, invoked_at = sequence.computed, sequence.spec.invoked_at
+        count = budget.take(start, (invoked_at if start < invoked_at else sequence.length) - start)
         if count:
             self.add_row(sequence, count)
 

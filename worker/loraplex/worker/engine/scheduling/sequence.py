@@ -255,28 +255,39 @@ class Sequence:
         """Return the keys of at least the first `blocks` blocks, whose ids must all be known.
 
         A key is the hash of the block's ids and of the key before it. The first one's parent stands for what else the
-        keys and values depend on, and for who may share them: adapter and tenant (a cache serves one base model).
+        keys and values depend on, and for who may share them: adapter and tenant (a cache serves one base model). The
+        blocks before an activated adapter's are the base's.
         """
-        keys = self.block_keys
+        keys, at = self.block_keys, self.spec.invoked_at
         for index in range(len(keys), blocks):
-            parent = keys[-1] if keys else self._root_key()
+            parent = keys[-1] if keys else self._root_key(self.adapter_of(0))
+            if at and index == at // block_size and (adapter := self.spec.adapter):
+                parent = _hash(f"{at}:{adapter.digest}", parent)  # one adapter may begin at several places of a block
             ids = array("I", self.ids[index * block_size : (index + 1) * block_size]).tobytes()
             keys.append(hashlib.blake2b(ids, digest_size=16, key=parent).digest())
             self.block_ids.append(ids)
         return keys
 
-    def _root_key(self) -> bytes:
-        adapter = self.spec.adapter.digest if self.spec.adapter else ""
+    def adapter_of(self, last: int) -> AdapterSource | None:
+        """Return the adapter that a block with ids up to the position `last` depends on; None: the base model."""
+        return None if last < self.spec.invoked_at else self.spec.adapter
+
+    def _root_key(self, source: AdapterSource | None) -> bytes:
+        adapter = source.digest if source else ""
         # Lengths keep (tenant, adapter) apart from every other pair with the same letters.
-        root = f"{len(adapter)}:{adapter}{self.spec.tenant}"
-        return hashlib.blake2b(root.encode(), digest_size=16).digest()
+        return _hash(f"{len(adapter)}:{adapter}{self.spec.tenant}")
+
+
+def _hash(text: str, key: bytes = b"") -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16, key=key).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A sequence's share of a step: its ids from `start`, `count` of them, and whether the next one is sampled.
 
-    The last of these ids may be a placeholder: what the step before this one samples.
+    The last of these ids may be a placeholder: what the step before this one samples. One computes them all: the base
+    model or an adapter.
     """
 
     sequence: Sequence
@@ -285,6 +296,11 @@ class Row:
     samples: bool
     # The sequence's when this was scheduled.
     epoch: int = 0
+
+    @property
+    def adapter_slot(self) -> int:
+        """Return the slot of the adapter that computes it; -1: the plain base model."""
+        return -1 if self.start < self.sequence.spec.invoked_at else self.sequence.adapter_slot
 
     @property
     def live(self) -> bool:
@@ -399,6 +415,9 @@ def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
     _require(characters <= GRAMMAR_BYTES, "format", f"its grammar has {characters} characters; at most {GRAMMAR_BYTES}")
     if sequence.adapter:
         _check_adapter(sequence.adapter, limits)
+    invocation, at = sequence.adapter.invocation if sequence.adapter else (), sequence.invoked_at
+    invoked = at >= 0 and sequence.prompt_ids[at : at + len(invocation)] == invocation
+    _require(invoked if invocation else at == 0, "invoked_at", f"the adapter is not invoked at {at}")
     if sequence.encode:
         _check_encode(sequence, sequence.encode)
 
@@ -426,6 +445,7 @@ def _check_adapter(adapter: AdapterSource, limits: EngineLimits) -> None:
 def _check_encode(sequence: NewSequence, encode: Encode) -> None:
     alone = not sequence.stopping.max_tokens and sequence.prompt_logprobs is None
     _require(alone, "encode", "goes with max_tokens 0 and without log probabilities of the prompt")
+    _require(not (sequence.adapter and sequence.adapter.invocation), "encode", "cannot use an activated adapter")
     pair = encode.pair_tokens
     inside = 0 <= pair <= len(sequence.prompt_ids)
     _require(inside, "encode.pair_tokens", f"must lie between 0 and the prompt's length, is {pair}")

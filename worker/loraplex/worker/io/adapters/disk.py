@@ -57,6 +57,8 @@ class Stored:
     path: Path
     size: int
     verified: bool
+    # The ids that an activated adapter counts from; None: not read yet.
+    invocation: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)

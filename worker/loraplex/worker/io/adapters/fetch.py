@@ -27,6 +27,7 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
+from loraplex.contracts.artifacts.activation import read_invocation
 from loraplex.contracts.artifacts.names import weighted_digest
 from loraplex.contracts.artifacts.peft_config import CONFIG_FILE
 from loraplex.contracts.artifacts.revision import WEIGHTS_FILE, revision_digest
@@ -140,6 +141,15 @@ class DiskPin:
             except BaseException:
                 self.release()
                 raise
+
+    async def invocation_of(self, digest: str) -> tuple[int, ...]:
+        """Return the ids from which a pinned revision counts; empty: from a prompt's first id."""
+        stored = self._fetcher.disk.find(digest)
+        assert stored is not None, "it is pinned"
+        if stored.invocation is None:
+            config = await asyncio.to_thread((stored.path / CONFIG_FILE).read_bytes)
+            stored.invocation = read_invocation(config)
+        return stored.invocation
 
     def release(self) -> None:
         """Unpin every revision."""
@@ -405,13 +415,18 @@ async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSou
     """Fetch what is not on the disk yet, all parts of a set at once. Raises FetchFailedError."""
     if not ref.parts:
         (directory,) = await pin.fetch([ref], tenant)
-        return AdapterSource(ref.digest, str(directory), name=ref.revision)
+        invocation = await pin.invocation_of(ref.digest)
+        return AdapterSource(ref.digest, str(directory), name=ref.revision, invocation=invocation)
     # A set's digest is the key of KV blocks and of the slot, as a revision's is: it is checked like a revision's bytes.
     if ref.digest != weighted_digest((part.adapter.digest, part.weight) for part in ref.parts):
         raise FetchFailedError(
             Failure("INTERNAL", "WRONG_DIGEST", f"{ref.digest} is not its parts' digest", "adapters")
         )
     directories = await pin.fetch([part.adapter for part in ref.parts], tenant)
+    for part in ref.parts:
+        if await pin.invocation_of(part.adapter.digest):
+            message = f"{part.adapter.revision} is an activated adapter, which no weighted set can have"
+            raise FetchFailedError(Failure("FAILED_PRECONDITION", "ADAPTER_UNLOADABLE", message, "adapters"))
     parts = [
         AdapterPart(part.adapter.digest, str(directory), part.weight)
         for part, directory in zip(ref.parts, directories, strict=True)
