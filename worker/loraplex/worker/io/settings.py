@@ -132,7 +132,7 @@ class Settings:
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's settings, with the device's defaults where they are 0."""
-        values = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
+        values = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if hasattr(self, field.name)}
         kind = self.device.split(":", maxsplit=1)[0]
         values["rows"] = self.rows or _ROWS[kind]
         values["step_tokens"] = self.step_tokens or _STEP_TOKENS[kind]
