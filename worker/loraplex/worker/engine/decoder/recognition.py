@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import activations
 
 from loraplex.kernels.program import Program, as_integers, can_run
 from loraplex.kernels.threads import ThreadCall, recorded_calls
@@ -313,6 +314,46 @@ def use_kernels(
             call.module.forward = steps.forward(index, own_forward(call.module))
     for module, norm in norms.items():
         module.forward = _norm_forward(norm, arena, own_forward(module))
+    for module in model.modules():
+        if type(module).__module__ == activations.__name__ or isinstance(module, nn.SiLU | nn.GELU):
+            module.forward = in_whole_vectors(own_forward(module))
+
+
+# Numbers that torch's vector code computes at once, of the smallest dtype: two vectors of 512 bits.
+_VECTORS = 64
+# Minimum numbers of a thread's part of an elementwise function of torch, and the maximum that GELU computes in one.
+_PART, _ALONE = 32_768, 16_384
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return an elementwise function of torch that gives a number the same bits beside any others.
+
+    Its threads part the numbers anywhere, and what is left over of vectors is computed by other code. Here it is called
+    with so many numbers that all parts have whole vectors.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        if _has_whole_parts(x.numel()):
+            return function(x)
+        flat = nn.functional.pad(x.reshape(-1), (0, -x.numel() % _VECTORS))
+        results, done = [], 0
+        while done < len(flat):
+            count = len(flat) - done
+            if not _has_whole_parts(count):
+                count -= count % (_VECTORS * torch.get_num_threads())
+                count = count if _has_whole_parts(count) else _ALONE
+            results.append(function(flat[done : done + count]))
+            done += count
+        return torch.cat(results)[: x.numel()].view(x.shape)
+
+    return forward
+
+
+def _has_whole_parts(count: int) -> bool:
+    """Tell whether so many numbers are parted where vectors end, as most functions do it and as GELU does."""
+    threads = torch.get_num_threads()
+    parts = min(threads, -(-count // _PART)), threads if count > _ALONE else 1
+    return not any(-(-count // max(1, part)) % _VECTORS for part in parts)
 
 
 def _norm_forward(norm: Norm, arena: Arena, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,34 @@
+"""Activations that torch computes: a row's bits are the same beside any others, whatever number of threads computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+
+from loraplex.worker.engine.decoder.recognition import in_whole_vectors
+
+
+@pytest.fixture(params=[1, 2, 5, 7, 10])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "silu"])
+def test_a_row_is_computed_as_alone(name: str, dtype: torch.dtype) -> None:
+    function = in_whole_vectors(ACT2FN[name])
+    # The width of Gemma 3 1B, and one of half vectors.
+    for width in (6912, 48):
+        x = torch.randn(40, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+        alone = torch.cat([function(row[None]) for row in x])
+        torch.testing.assert_close(alone, ACT2FN[name](x))
+        for rows in (2, 3, 7, 11, 40):
+            assert torch.equal(function(x[:rows]), alone[:rows]), f"{rows} rows"
+    assert function(x[:0]).shape == x[:0].shape
