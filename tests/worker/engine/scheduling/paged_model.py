@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from loraplex.contracts.options import FinishReason, StoppingParams
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
 from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
-from loraplex.worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence, Output
+from loraplex.worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence, Output, Removal
 
 VOCAB = 50
 END = VOCAB - 1
@@ -93,10 +94,14 @@ class PagedModel:
     def step(self, *, fits: bool = True) -> list[Output]:
         """Run a step; unless it `fits`, memory is not enough to run its batch."""
         outputs = self.scheduler.take_arrivals()
+        if self.in_flight is not None and self.scheduler.needs_ids_of(self.in_flight[0]):
+            outputs += self.scheduler.commit(*self.in_flight)
+            self.in_flight = None
         batch = self.scheduler.schedule()
         self.rows_of_last = {row.sequence.sequence_id: row.count for row in batch.rows} if batch else {}
         launched = None
         if batch:
+            assert self.in_flight is None or not any(row.place for row in self.in_flight[0].rows)
             self.check_batch(batch)
             if fits:
                 launched = (batch, self.run(batch))
@@ -113,6 +118,7 @@ class PagedModel:
     def run(self, batch: Batch) -> list[int]:
         """Return an id for each row that samples."""
         last, self.sampled = self.sampled, {}
+        sampled = []
         for row in batch.rows:
             sequence = row.sequence
             spec, end = sequence.spec, row.start + row.count
@@ -120,7 +126,7 @@ class PagedModel:
             assert row.start >= spec.invoked_at or end <= spec.invoked_at, "a row of the base and the adapter"
             assert self.loads.installed.get(row.adapter_slot, "") == digest, "the adapter of another"
             state = self.read(sequence.block_table, row.start - 1)
-            ids = sequence.ids[row.start : end]
+            ids = row.known_ids
             if row.last_is_placeholder:
                 ids.append(last[sequence])
             for position, token in enumerate(ids, row.start):
@@ -128,8 +134,9 @@ class PagedModel:
                 size = self.limits.block_size
                 self.kv[sequence.block_table[position // size], position % size] = state
             if row.samples:
-                self.sampled[sequence] = next_token(state, sequence.banned_ids(row.answered))
-        return list(self.sampled.values())
+                sampled.append(next_token(state, row.banned_ids))
+                self.sampled[sequence] = sampled[-1]
+        return sampled
 
     def spoil(self, batch: Batch) -> None:
         """Leave nonsense where the batch would have written."""
@@ -146,7 +153,7 @@ class PagedModel:
         counts = [row.count for row in batch.rows]
         assert batch.tokens == sum(counts) <= max(self.step_tokens, self.limits.rows)
         assert len(batch.rows) <= self.limits.rows
-        assert len({row.sequence for row in batch.rows}) == len(batch.rows)
+        assert len({row.sequence for row in batch.rows}) == sum(not row.place for row in batch.rows)
         assert all(count == 1 for count in counts[: batch.decodes])
         assert all(count > 1 for count in counts[batch.decodes :])
         for part in (batch.rows[: batch.decodes], batch.rows[batch.decodes :]):
@@ -157,7 +164,11 @@ class PagedModel:
         for row in batch.rows:
             sequence = row.sequence
             assert row.live
-            assert row.samples == (row.start + row.count == sequence.length - row.samples)
+            if row.draft:
+                assert (row.samples, row.count, row.start) == (True, 1, len(sequence.ids) - 1 + row.place)
+                assert sequence.placeholders == len(row.draft) + 1
+            else:
+                assert row.samples == (row.start + row.count == sequence.length - row.samples)
             assert not row.last_is_placeholder or self.ahead
             assert sequence.answered + sequence.placeholders <= sequence.max_tokens, "more than it may have"
 
@@ -197,6 +208,43 @@ class PagedModel:
     def assert_right(self, name: str) -> None:
         answer, finish = oracle(self.specs[name])
         assert (tuple(self.answers[name]), self.ended[name]) == (answer, finish)
+
+
+class Prophet:
+    """A Drafter that knows the answers, and says each of their ids with some probability, else any other."""
+
+    def __init__(
+        self, answer: Callable[[Sequence], Iterable[int]], vocab: int, probability: float, chance: random.Random
+    ) -> None:
+        self._answer, self._vocab, self._probability, self._chance = answer, vocab, probability, chance
+        self.steps = 0
+        self.ended: list[Sequence] = []
+
+    def propose(self, sequences: list[Sequence], rows: int, free: int) -> list[list[int]]:
+        drafts = []
+        for sequence in sequences:
+            # Beyond the answer's end as well.
+            rest = [*self._answer(sequence), self._other(), self._other()][sequence.answered :]
+            rest = rest[: min(free, self._chance.choice((0, 1, 2, 4, 8, 16)))]
+            free -= len(rest)
+            drafts.append([one if self._chance.random() < self._probability else self._other() for one in rest])
+        return drafts
+
+    def _other(self) -> int:
+        return self._chance.randrange(self._vocab)
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        self.steps += any(row.place for row in batch.rows)
+
+    def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:
+        assert 0 <= accepted <= checked
+
+    def end(self, sequence: Sequence) -> None:
+        assert sequence not in self.ended
+        self.ended.append(sequence)
+
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Removal:
+        return Removal()
 
 
 def spec(name: str, prompt: int = 5, tokens: int = 6, adapter: str = "", **fields: Any) -> NewSequence:

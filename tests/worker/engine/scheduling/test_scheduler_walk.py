@@ -12,7 +12,7 @@ import pytest
 from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex.worker.engine.scheduling import adapter_slots as demand
 from loraplex.worker.engine_api import AdapterSource, Failure, NewSequence
-from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, oracle
+from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, Prophet, oracle
 
 # Number of walks of each scheduler, and of operations of each walk.
 WALKS, LENGTH = 70, 60
@@ -51,10 +51,15 @@ def random_spec(chance: random.Random, name: str) -> NewSequence:
 class SchedulerWalk:
     """Walk a scheduler; the model checks every step, `go` every operation and the end."""
 
-    def __init__(self, chance: random.Random, loads: Any, blocks: int, *, ahead: bool) -> None:
+    def __init__(
+        self, chance: random.Random, loads: Any, blocks: int, *, ahead: bool, drafts: random.Random | None = None
+    ) -> None:
         self.chance = chance
         self.loads = loads
         self.model = PagedModel(loads, replace(LIMITS, blocks=blocks), ahead=ahead)
+        if drafts is not None:
+            probability = drafts.choice((0.3, 0.95))
+            self.model.scheduler.drafter = Prophet(lambda one: oracle(one.spec)[0], VOCAB, probability, drafts)
         self.added = 0
         self.dropped: set[str] = set()
 
@@ -122,9 +127,13 @@ def test_random_walks(gated_loads: Any, ahead: bool, blocks: int, most: int, mon
     for seed in range(WALKS):
         print(f"seed {seed}")
         loads = gated_loads(LIMITS.adapter_slots, frozenset(["broken"]))
-        walk = SchedulerWalk(random.Random(seed), loads, blocks, ahead=ahead)
+        drafts = random.Random(seed) if seed % 3 else None
+        walk = SchedulerWalk(random.Random(seed), loads, blocks, ahead=ahead, drafts=drafts)
         walk.go()
         seen.update(finish.name for finish in walk.model.ended.values())
         seen.update(failure.reason for failure in walk.model.failures.values())
+        stats = walk.model.scheduler.stats()
+        seen.update(accepted=stats.accepted, refused=stats.drafted - stats.accepted)
     print(seen)
     assert {"END", "STOP", "LENGTH", "ADAPTER_UNLOADABLE", "OUT_OF_MEMORY"} <= seen.keys()
+    assert min(seen["accepted"], seen["refused"]) > 100

@@ -40,6 +40,8 @@ class Engine(ABC, Generic[S]):
         removals = {"adapters in memory and slots": self.adapters.forget_others(kept_adapters)}
         if self._scheduler.blocks is not None:
             removals["KV blocks"] = self._scheduler.blocks.forget_tenant(tenant, kept_adapters)
+        if self._scheduler.drafter is not None:
+            removals["drafts"] = self._scheduler.drafter.forget_tenant(tenant, kept_adapters)
         if self._grammars is not None:
             removals["compiled formats"] = self._grammars.forget()
         return removals

@@ -223,7 +223,7 @@ def _inject_fault(model: HashModel, batch: Batch) -> None:
 
 
 def _has(batch: Batch, token: int) -> bool:
-    return any(token in row.sequence.ids[row.start : row.start + row.count] for row in batch.rows)
+    return any(token in row.known_ids for row in batch.rows)
 
 
 def _limits(model: HashModel, config: EngineConfig) -> EngineLimits:

@@ -49,6 +49,7 @@ from loraplex.worker.engine.parallel.group import RankGroup, leave_group, rank_d
 from loraplex.worker.engine.sampling.step import InFlight
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkSizer
+from loraplex.worker.engine.scheduling.drafts import make_drafter
 from loraplex.worker.engine.scheduling.grammars import GrammarThread
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
@@ -108,6 +109,9 @@ class TorchEngine(Engine[Scheduler]):
     def step(self) -> list[Output]:
         """Launch one step of the batch and collect it; when running ahead, collect the previous one."""
         outputs = self._scheduler.take_arrivals()
+        if self._in_flight is not None and self._scheduler.needs_ids_of(self._in_flight[0].batch):
+            outputs += self._collect(*self._in_flight)
+            self._in_flight = None
         batch, began = self._scheduler.schedule(), self._clock()
         launched = self._within_memory(self._runner.launch, batch, batch, outputs)
         last, self._in_flight = self._in_flight, None
@@ -124,9 +128,12 @@ class TorchEngine(Engine[Scheduler]):
     def _collect(self, step: InFlight, launched_at: float) -> list[Output]:
         sampled = step.collect()
         # A step begins when the one before it ends, at the earliest.
-        began, self._collected_at = max(launched_at, self._collected_at), self._clock()
+        before = self._collected_at
+        began, self._collected_at = max(launched_at, before), self._clock()
         if self._chunk_sizer is not None:
             self._chunk_sizer.observe(step.batch, self._collected_at - began)
+        if self._scheduler.drafter is not None and before:
+            self._scheduler.drafter.observe(step.batch, self._collected_at - before)
         return self._scheduler.commit(step.batch, sampled.ids, sampled.logprobs, sampled.failures)
 
     def _within_memory(
@@ -199,6 +206,7 @@ def build_engine(
         scheduler = Scheduler(
             part.limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
         )
+        scheduler.drafter = make_drafter(config.speculation)
         engine = TorchEngine(
             scheduler, part.runner, part.encoding, adapters, grammars, chunk_sizer,
             ahead=part.ahead, followers=followers,

@@ -56,7 +56,7 @@ def step_layout(batch: Batch, block_size: int, sampled: Sequence[Row] = ()) -> S
     logit_places: list[int] = []
     for row in batch.rows:
         table, end = row.sequence.block_table, row.start + row.count
-        ids += row.sequence.ids[row.start : end]
+        ids += row.known_ids
         if row.last_is_placeholder:
             ids.append(0)
         logit_places += [len(positions) + position - row.start for position in row.prompt_positions]
@@ -88,7 +88,7 @@ def decode_layout(
     tables = np.full((size, max(blocks)), scratch_block, dtype=np.int64)
     for index, (row, count) in enumerate(zip(rows, blocks, strict=True)):
         table, offset = row.sequence.block_table, row.start % block_size
-        token = 0 if row.last_is_placeholder else row.sequence.ids[row.start]
+        token = 0 if row.last_is_placeholder else row.known_ids[0]
         tokens[:, index] = token, row.start, table[count - 1] * block_size + offset
         tables[index, :count] = table[:count]
     return DecodeLayout(tokens, tables, [row.adapter_slot for row in rows], placeholders(rows, sampled))

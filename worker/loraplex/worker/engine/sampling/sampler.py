@@ -23,8 +23,9 @@ import logging
 import math
 import struct
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,7 @@ class MaskFiller:
 def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
     words = rows[0][1].vocabulary.words
     masks = np.zeros((len(rows), words), dtype=np.int32)
-    matchers = [(grammar.matcher, index) for index, (_, grammar) in enumerate(rows)]
+    matchers = [(grammar.matcher, index) for index, (row, grammar) in enumerate(rows) if not row.place]
     try:
         executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, words * 4, len(rows))
     except Exception:
@@ -96,12 +97,22 @@ def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
         masks[:] = 0
     allowed: dict[Row, np.ndarray] = {}
     failures: dict[Row, Failure] = {}
+    at = rows[0][1]
     for (row, grammar), mask in zip(rows, masks, strict=True):
-        grammar.trim(mask, row.sequence.banned_ids(row.answered))
-        if mask.any() and not grammar.matcher.is_error():
+        if not row.place:
+            at = grammar
+        else:
+            # A copy: a draft must not change the state of the answer, whatever becomes of it.
+            at = grammar.copy() if row.place == 1 else at
+            if failure := at.advance(row.drafted[-1]):
+                failures[row] = failure
+                continue
+            at.fill(mask)
+        at.trim(mask, row.banned_ids)
+        if mask.any() and not at.matcher.is_error():
             allowed[row] = mask
         else:
-            failures[row] = grammar.problem()
+            failures[row] = at.problem()
     return Masks(allowed, failures)
 
 
@@ -271,14 +282,27 @@ class Adjustments:
         """Count the ids, of prompt and answer so far, that are new since the last call."""
         if not self._penalizes:
             return
-        for position in range(self._seen, len(ids)):
-            place = self._places.setdefault(ids[position], len(self.ids))
-            if place == len(self.ids):
-                self.ids.append(ids[position])
-                self.counts.append(0)
-            if position >= self._prompt_length:
-                self.counts[place] += 1
+        prompt_length = max(self._seen, self._prompt_length)
+        self._count(ids[self._seen : prompt_length], answered=False)
+        self._count(ids[prompt_length:], answered=True)
         self._seen = len(ids)
+
+    def after(self, drafted: Sequence[int]) -> Adjustments:
+        """Return those of an answer that goes on with these ids."""
+        if not self._penalizes or not drafted:
+            return self
+        following = copy(self)
+        following.ids, following.counts, following._places = self.ids[:], self.counts[:], self._places.copy()
+        following._count(drafted, answered=True)
+        return following
+
+    def _count(self, ids: Iterable[int], *, answered: bool) -> None:
+        for token in ids:
+            place = self._places.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.counts.append(0)
+            self.counts[place] += answered
 
 
 def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[Collection[int]]) -> None:

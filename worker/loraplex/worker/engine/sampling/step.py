@@ -267,7 +267,8 @@ def _draw(row: Row, masks: Masks) -> Draw:
             spec.sampling, sequence.prompt_length
         )
         adjustments.catch_up(sequence.ids)
+        adjustments = adjustments.after(row.drafted)
     allowed = masks.allowed.get(row)
     # The mask forbids the banned ids as well, where the grammar allows others.
-    banned = sequence.banned_ids(row.answered) if allowed is None else frozenset[int]()
+    banned = row.banned_ids if allowed is None else frozenset[int]()
     return Draw(spec.sampling, spec.choice, row.start + row.count, banned, adjustments, allowed)

@@ -10,7 +10,10 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
 from contextlib import suppress
+from copy import copy
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from loraplex.contracts.artifacts import ArtifactError
@@ -76,6 +79,20 @@ class GrammarState:
         taken = self.matcher.consume_token(token) and not self.matcher.is_error()
         return taken and (self._bound is None or self._bound.consume_token(token))
 
+    def valid(self, draft: Ids[int]) -> Ids[int]:
+        """Return a draft up to the first id that may not come, or that ends the answer."""
+        ends = self.vocabulary.end_ids | self._own_ends
+        draft = list(takewhile(lambda token: token not in ends, draft))
+        matchers = [self.matcher] if self._bound is None else [self.matcher, self._bound]
+        return draft[: min(matcher.validate_tokens(draft) for matcher in matchers)]
+
+    def copy(self) -> GrammarState:
+        """Return one that takes ids of its own."""
+        copied = copy(self)
+        copied.matcher = self.matcher.deep_copy()
+        copied._bound = self._bound and self._bound.deep_copy()
+        return copied
+
     def replay(self, ids: Iterable[int]) -> Failure | None:
         """Take the ids of earlier attempts."""
         for token in ids:
@@ -92,12 +109,16 @@ class GrammarState:
         import numpy as np
 
         mask = np.zeros(self.vocabulary.words, dtype=np.int32)
-        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.fill(mask)
         if self.matcher.is_error():
             return np.zeros(0, dtype=np.int64)
         self.trim(mask, banned)
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
         return np.flatnonzero(bits[: self.vocabulary.size])
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Fill a mask [words] with the ids that the grammar allows next, before `trim`."""
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def trim(self, mask: np.ndarray, banned: frozenset[int]) -> None:
         """Take out of a mask [words] ids beyond the vocabulary or the bound; banned ones, unless none would be left.

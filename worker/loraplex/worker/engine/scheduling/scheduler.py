@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ids
+from dataclasses import replace
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
@@ -33,6 +34,7 @@ from loraplex.worker.engine.scheduling.admission import (
 )
 from loraplex.worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
+from loraplex.worker.engine.scheduling.drafts import Drafter
 from loraplex.worker.engine.scheduling.grammars import GrammarThread, Prepared
 from loraplex.worker.engine.scheduling.sequence import (
     OUT_OF_MEMORY,
@@ -42,6 +44,7 @@ from loraplex.worker.engine.scheduling.sequence import (
     SequenceState,
     adapter_failure,
     check_sequence,
+    joined,
     output_of,
 )
 from loraplex.worker.engine_api import EngineLimits, EngineStats, Failure, NewSequence, Output, SequenceRefusedError
@@ -62,9 +65,13 @@ class MemoryCeilings:
     def lower(self, batch: Batch, running: RunningSequences) -> Sequence | None:
         """Make the next batch smaller than this one, for which memory was not enough; return one that was alone.
 
-        Where chunks were most of it, they are halved from now on; else the last sequence in rank is preempted, and its
-        place stays empty.
+        Drafts are left out first. Where chunks were most of it, they are halved from now on; else the last sequence in
+        rank is preempted, and its place stays empty.
         """
+        plain = sum(not row.place for row in batch.rows)
+        if plain < len(batch.rows):  # the next batch has no drafts
+            self.rows = plain
+            return None
         chunk_tokens = batch.tokens - batch.decodes
         if chunk_tokens > batch.decodes:
             self.chunk_tokens = chunk_tokens // 2
@@ -107,6 +114,22 @@ class BatchPlan:
         if count:
             self.add_row(sequence, count)
 
+    @property
+    def followable(self) -> list[Row]:
+        """Return the rows that a draft may follow; none beside chunks, which take as long as they may already."""
+        return [] if self._chunks else [row for row in self.singles if row.takes_draft]
+
+    def add_drafts(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> None:
+        """Let rows for each id of a draft follow that of its sequence's last id."""
+        singles, self.singles = self.singles, []
+        for row in singles:
+            draft = drafts.get(row.sequence, ())
+            row.sequence.computed += len(draft)
+            row.sequence.placeholders += len(draft)
+            self.singles += [
+                replace(row, start=row.start + place, draft=draft, place=place) for place in range(len(draft) + 1)
+            ]
+
     def batch(self) -> Batch | None:
         """Return the batch, or None where there are no rows."""
         if not self.singles and not self._chunks:
@@ -144,6 +167,9 @@ class SequenceScheduler(ABC):
         self._sequences: dict[str, Sequence] = {}
         # Counts since the start; see EngineStats.
         self._taken = self._steps = self._computed_tokens = self._prefix_queries = self._prefix_hits = 0
+        self._drafted = self._accepted = 0
+        # None: no drafts.
+        self.drafter: Drafter | None = None
 
     @abstractmethod
     def add_sequence(self, spec: NewSequence) -> None:
@@ -234,6 +260,8 @@ class SequenceScheduler(ABC):
             computed_tokens=self._computed_tokens,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            drafted=self._drafted,
+            accepted=self._accepted,
         )
 
 
@@ -329,7 +357,44 @@ class Scheduler(SequenceScheduler):
             else:
                 index -= 1
         self._add_chunks(plan, self._chunk_budget(decodes, len(plan.singles), len(prefilling)), prefilling)
+        self._add_drafts(plan)
         return plan.batch()
+
+    def needs_ids_of(self, batch: Batch) -> bool:
+        """Tell whether a batch is to be committed before the next is scheduled, because of drafts."""
+        if self.drafter is None:
+            return False
+        if any(row.place for row in batch.rows):
+            return True
+        rows = [row for row in batch.rows if row.live and row.takes_draft]
+        return bool(rows) and any(self._propose(rows, len(batch.rows)))
+
+    def _propose(self, rows: list[Row], singles: int) -> Ids[Ids[int]]:
+        free = self._ceilings.rows - singles
+        if self.drafter is None or free <= 0 or not rows:
+            return []
+        return self.drafter.propose([row.sequence for row in rows], singles, free)
+
+    def _add_drafts(self, plan: BatchPlan) -> None:
+        """Let drafts have the rows and the blocks that nobody else needs now."""
+        rows, drafts = plan.followable, dict[Sequence, tuple[int, ...]]()
+        for row, proposed in zip(rows, self._propose(rows, len(plan.singles)), strict=False):
+            if proposed and (draft := self._fitting(row.sequence, proposed)):
+                drafts[row.sequence] = draft
+        if drafts:
+            plan.add_drafts(drafts)
+
+    def _fitting(self, sequence: Sequence, draft: Ids[int]) -> tuple[int, ...]:
+        """Return the draft up to what its answer may have, with blocks for it."""
+        draft = draft[: sequence.max_tokens - sequence.answered - 1]
+        if sequence.grammar is not None:
+            draft = sequence.grammar.valid(draft)
+        space = len(sequence.block_table) * self.limits.block_size - sequence.computed
+        # A block for each running sequence is left: none is preempted for a draft.
+        while space < len(draft) and self.blocks.free + self.blocks.cached > len(self._running):
+            self.blocks.extend(sequence)
+            space += self.limits.block_size
+        return tuple(draft[:space])
 
     def _make_room(self) -> None:
         """Let the next sequence that waits take the row and blocks that it lacks from tenants above their share."""
@@ -382,17 +447,21 @@ class Scheduler(SequenceScheduler):
         """Take what a step has computed: one id for each row with `samples`, in order.
 
         `logprobs` are of the same rows; they may be left out where nobody asks for them. The sequences of `failures`
-        end. Rows of sequences that were stopped since are skipped.
+        end. Rows of sequences that were stopped since are skipped, and rows of a draft from the first wrong id on.
         """
         self._steps += 1
         self._computed_tokens += batch.tokens
         block_size = self.limits.block_size
-        outputs = []
+        outputs: list[Output] = []
+        drafting: list[Row] = []
         ids = zip_longest(sampled, logprobs)
         for row in batch.rows:
             sequence = row.sequence
             token, logprob = next(ids) if row.samples else (None, None)
             if not row.live:
+                continue
+            if row.place and sequence.ids[row.start :] != [row.drafted[-1]]:
+                sequence.drop_draft()
                 continue
             if failures and row in failures:
                 outputs += self.fail([sequence.sequence_id], failures[row])
@@ -411,8 +480,26 @@ class Scheduler(SequenceScheduler):
             finish = sequence.finish()
             if finish:
                 self._end(sequence)
-            outputs.append(output_of(sequence, taken, finish, logprobs=(logprob,) if logprob and taken else ()))
+            told = (logprob,) if logprob and taken else ()
+            output = output_of(sequence, taken, finish, logprobs=told, drafted=len(row.draft))
+            if row.place:
+                outputs[-1] = joined(outputs[-1], output)
+            else:
+                outputs.append(output)
+                if row.draft:
+                    drafting.append(row)
+        self._learn(drafting, outputs)
         return outputs
+
+    def _learn(self, drafting: list[Row], outputs: list[Output]) -> None:
+        """Count, and tell the drafter, what became of the drafts behind these rows."""
+        for row, output in zip(drafting, (output for output in outputs if output.drafted), strict=True):
+            self._drafted += output.drafted
+            self._accepted += output.accepted
+            if self.drafter is not None:
+                # Of an answer that ended nothing behind its last id was checked.
+                checked = output.accepted + (not output.finish and output.accepted < output.drafted)
+                self.drafter.learn(row.sequence, checked, output.accepted)
 
     def revoke(self, batch: Batch) -> list[Output]:
         """Undo the scheduling of the last batch, for which memory was not enough: the next batch is smaller.
@@ -434,6 +521,8 @@ class Scheduler(SequenceScheduler):
         return self._chunk_sizer.budget(tokens, decodes, prefilling + max(0, admissible))
 
     def _end(self, sequence: Sequence) -> None:
+        if self.drafter is not None:
+            self.drafter.end(sequence)
         if sequence.state is SequenceState.RUNNING:
             self._ceilings.lift()
         elif sequence.state is SequenceState.ARRIVED and self._grammars is not None:

@@ -7,6 +7,11 @@ A placeholder stands for the id that a scheduled step samples. It becomes an id 
 next step can be scheduled before. A sequence that is stopped loses its placeholders and what is computed, and its epoch
 changes: results of the steps that it was scheduled in before are dropped.
 
+A draft guesses the next ids, and the same step checks it, by rows of one id each:
+
+    row        the last id    draft[0]      draft[1]       each samples the id after its own, as without a draft
+    samples    draft[0]       another id    (dropped)      and counts while the drafted ids up to it are those that came
+
             ┌──────── its adapter was evicted ─────────┐
             ▼                                          │
 ARRIVED ─▶ PARKED ── its adapter is in a slot ─▶ READY ┴▶ RUNNING         any of these ─▶ ENDED
@@ -22,9 +27,10 @@ import math
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError
@@ -97,11 +103,11 @@ class BadWords:
                 node = node.before.setdefault(token, BadWords(()))
             node.last_ids |= {last}
 
-    def after(self, ids: list[int], prompt_length: int) -> frozenset[int]:
-        """Return the ids that would complete a word after these ids, of which the answer's alone count."""
+    def after(self, ids: list[int], prompt_length: int, drafted: Ids[int] = ()) -> frozenset[int]:
+        """Return the ids that would complete a word after these and the drafted ids; the prompt's do not count."""
         banned, node = self.last_ids, self
-        for at in range(len(ids) - 1, prompt_length - 1, -1):
-            if (earlier := node.before.get(ids[at])) is None:
+        for token in chain(reversed(drafted), islice(reversed(ids), len(ids) - prompt_length)):
+            if (earlier := node.before.get(token)) is None:
                 break
             node = earlier
             banned |= node.last_ids
@@ -223,12 +229,17 @@ class Sequence:
         self.answered += 1
         return (token,)
 
-    def banned_ids(self, answered: int) -> frozenset[int]:
-        """Return the ids that may not follow `answered` tokens.
+    def drop_draft(self) -> None:
+        """Take back a scheduled row whose drafted id was not the one that came."""
+        self.computed -= 1
+        self.placeholders -= 1
+
+    def banned_ids(self, answered: int, drafted: Ids[int] = ()) -> frozenset[int]:
+        """Return the ids that may not follow `answered` tokens, the last of which are drafted.
 
         They would end the answer before `min_tokens`, unless the request allows no others, or complete a bad word.
         """
-        bad = self.bad_words.after(self.ids, self.prompt_length)
+        bad = self.bad_words.after(self.ids, self.prompt_length, drafted)
         if answered >= self.min_tokens:
             return bad
         ending, allowed = self.end_ids | self.stop_ids, self.spec.sampling.allowed_token_ids
@@ -296,6 +307,10 @@ class Row:
     samples: bool
     # The sequence's when this was scheduled.
     epoch: int = 0
+    # The ids that are guessed to follow the sequence's. The row of its last id is followed by one for each of them,
+    # which are at `place` 1, 2, ... and have the id before their place.
+    draft: tuple[int, ...] = ()
+    place: int = 0
 
     @property
     def adapter_slot(self) -> int:
@@ -315,7 +330,30 @@ class Row:
     @property
     def last_is_placeholder(self) -> bool:
         """Tell whether the last of its ids is not known yet; a row's other ids are."""
-        return self.start + self.count > len(self.sequence.ids)
+        return not self.place and self.start + self.count > len(self.sequence.ids)
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Return its ids, but for a placeholder."""
+        return [*self.sequence.ids[self.start : self.start + self.count], *self.drafted[-1:]]
+
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        """Return the ids between the sequence's and the one that is sampled: the draft as far as this row."""
+        return self.draft[: self.place]
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Return the ids that may not be sampled."""
+        return self.sequence.banned_ids(self.answered, self.drafted)
+
+    @property
+    def takes_draft(self) -> bool:
+        """Tell whether rows with a draft may follow it: it has the sequence's last id, and tokens are due after it."""
+        sequence = self.sequence
+        due = sequence.max_tokens - sequence.answered
+        known = self.start + 1 == len(sequence.ids)
+        return due > 1 and known and self.samples and not self.place and sequence.spec.speculate
 
     @property
     def prompt_positions(self) -> range:
@@ -343,7 +381,7 @@ class Batch:
 
     def unschedule(self) -> None:
         """Take the rows back from their sequences: this batch, the last one that was scheduled, does not run."""
-        for row in self.rows:
+        for row in reversed(self.rows):
             row.sequence.computed = row.start
             row.sequence.placeholders -= row.samples
 
@@ -357,6 +395,7 @@ def output_of(
     finish: FinishReason | None,
     failure: Failure | None = None,
     logprobs: tuple[TokenLogprobs, ...] = (),
+    drafted: int = 0,
 ) -> Output:
     """Report a sequence's new tokens, its end, or both; its first output reports its start too."""
     offset = sequence.answered - len(token_ids)
@@ -373,6 +412,18 @@ def output_of(
         logprobs=logprobs,
         prompt_logprobs=sequence.take_prompt_logprobs(),
         vector=sequence.vector,
+        drafted=drafted,
+    )
+
+
+def joined(output: Output, following: Output) -> Output:
+    """Return a sequence's output with that of an accepted row of its draft."""
+    return replace(
+        output,
+        token_ids=output.token_ids + following.token_ids,
+        finish=following.finish,
+        logprobs=output.logprobs + following.logprobs,
+        accepted=output.accepted + 1,
     )
 
 
