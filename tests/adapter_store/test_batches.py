@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -17,6 +18,9 @@ from loraplex.batches.v1 import batches_pb2_grpc
 from loraplex.adapter_store.app import Store
 from loraplex.adapter_store.embedded import EmbeddedDatabase
 from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
+from loraplex.batch_runner.app import BatchRunner
+from loraplex.batch_runner.metrics import RunnerMetrics
+from loraplex.batch_runner.settings import RunnerSettings
 from loraplex.batch_store import batches as batches_module
 from tests.adapter_store.conftest import metadata
 
@@ -59,6 +63,29 @@ class Caller:
 async def call(store: Store) -> AsyncIterator[Caller]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
         yield Caller(channel)
+
+
+class Clock:
+    """The store's clock."""
+
+    def __init__(self) -> None:
+        self._now, self._ahead_s = time.time_ns, 0.0
+
+    def add_s(self, seconds: float) -> None:
+        """Let time pass."""
+        self._ahead_s += seconds
+
+    def __call__(self) -> int:
+        """The time in ns."""
+        return self._now() + round(self._ahead_s * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the store's batches."""
+    clock = Clock()
+    monkeypatch.setattr("loraplex.batch_store.batches.time.time_ns", clock)
+    return clock
 
 
 def result(line: int, text: str = "", *, failed: bool = False) -> pb.LineResult:
@@ -132,14 +159,11 @@ async def test_a_batch_ends_with_each_lines_first_result(call: Caller) -> None:
         await call("CreateBatch", input_file=ended.output_file, endpoint=CHAT)
 
 
-async def test_a_lease_that_lapsed_is_anothers_and_its_holder_writes_no_more(
-    call: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lease_that_lapsed_is_anothers_and_its_holder_writes_no_more(call: Caller, clock: Clock) -> None:
     await call.batch()
     former = await call("LeaseBatch")
     await call.report(former, total_count=2, models={"a": "a@1"}, begun_count=2, results=[result(1)])
-    now = time.time_ns
-    monkeypatch.setattr("loraplex.batch_store.batches.time.time_ns", lambda: now() + 6 * 10**9)
+    clock.add_s(6)
     later = await call("LeaseBatch")
     assert (later.lease, later.begun_count, list(later.ended_lines)) == (2, 2, [1])
     assert dict(later.batch.models) == {"a": "a@1"}
@@ -192,6 +216,115 @@ async def test_tenants_have_turns_at_the_runners(call: Caller) -> None:
     await call("CreateBatch", "other", input_file=file.name, endpoint=CHAT)
     leased = [(await call("LeaseBatch")).batch.name.split("/")[1] for _ in range(4)]
     assert leased == ["acme", "other", "acme", "acme"]
+
+
+async def test_a_runner_asks_for_batches_of_other_tenants(call: Caller) -> None:
+    await call.batch()
+    assert not (await call("LeaseBatch", except_tenants=["acme", "more"])).HasField("batch")
+    assert (await call("LeaseBatch", except_tenants=["more"])).HasField("batch")
+
+
+async def test_a_caller_that_gives_a_place_back_waits_for_its_quota(call: Caller, clock: Clock) -> None:
+    first, second = await call.batch(), await call.batch()
+    lease = await call("LeaseBatch")
+    await call.report(lease, waits=True, released=True)
+    assert not (await call("LeaseBatch")).HasField("batch")
+    await call("CancelBatch", name=second.name)  # which has not to wait
+    assert (await call("LeaseBatch")).batch.name == second.name
+    clock.add_s(61)
+    assert (await call("LeaseBatch")).batch.name == first.name
+
+
+async def test_a_batch_whose_runs_always_fail_ends_with_what_was_answered(call: Caller, clock: Clock) -> None:
+    await call.batch()
+    lease = await call("LeaseBatch")
+    await call.report(lease, total_count=2, models={"a": "a"}, results=[result(1)])
+    pauses = list[int]()
+    for _ in range(1 + batches_module.ATTEMPTS):
+        await call.report(lease, fault="ZeroDivisionError")
+        pauses.append(0)
+        while not (lease := await call("LeaseBatch")).HasField("batch"):
+            clock.add_s(10)
+            pauses[-1] += 10
+        if len(pauses) == 1:  # progress
+            await call.report(lease, waits=True)
+    assert (pauses[:5], lease.failure) == ([10, 10, 10, 20, 40], "")
+    await call.report(lease, fault="ZeroDivisionError")
+    clock.add_s(10_000)
+    lease = await call("LeaseBatch")
+    assert lease.failure.endswith("without a further result, have failed, the last by ZeroDivisionError")
+    failed = await call.report(lease, errors=[pb.BatchError(code="internal_error", message=lease.failure)])
+    assert (failed.state, failed.completed_count, failed.total_count) == (pb.BATCH_STATE_FAILED, 1, 2)
+    assert failed.errors[0].message == lease.failure
+    assert await call.download(failed.output_file) == b'{"line":1}\n'
+
+
+async def test_a_runner_fails_a_batch_whose_runs_always_fail(
+    call: Caller, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_module, "FAULT_S", 0.0)
+    monkeypatch.setattr("loraplex.batch_runner.app.LOOK_S", 0.01)
+    batch = await call.batch()  # its line is no request, which a check before has not seen
+    await call.report(await call("LeaseBatch"), total_count=1, models={"a": "a"}, released=True)
+    runner = BatchRunner(RunnerSettings("127.0.0.1:1", f"127.0.0.1:{store.port}"), RunnerMetrics())
+    following = asyncio.create_task(runner.follow())
+    while not (batch := (await call("GetBatch", name=batch.name)).batch).errors:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    following.cancel()
+    await runner.stop()
+    why = (
+        "10 attempts, one after the other and without a further result, have failed, the last by line 1: is not a JSON"
+    )
+    assert batch.errors[0].message.startswith(why)
+    assert (batch.state, batch.errors[0].code) == (pb.BATCH_STATE_FAILED, "internal_error")
+
+
+async def test_a_batch_that_ends_its_runners_fails_no_other(call: Caller, clock: Clock) -> None:
+    poison, others = await call.batch(), [await call.batch() for _ in range(3)]
+    failures = list[str]()
+    for _ in range(4 * batches_module.ATTEMPTS):
+        leases = list[Any]()
+        while (lease := await call("LeaseBatch")).HasField("batch"):
+            leases.append(lease)
+        failures += [lease.batch.name for lease in leases if lease.failure]
+        if failures:
+            break
+        if poison.name in {lease.batch.name for lease in leases}:
+            clock.add_s(6)  # the runner has ended
+        else:
+            for lease in leases:
+                await call.report(lease, waits=True)
+                await call.report(lease, released=True)
+    assert failures == [poison.name]
+    for other in others:
+        assert (await call("GetBatch", name=other.name)).batch.state == pb.BATCH_STATE_VALIDATING
+
+
+async def test_a_window_ends_although_no_runner_has_checked_the_file(call: Caller, clock: Clock) -> None:
+    batch = await call.batch(completion_window={"seconds": 60})
+    lease = await call("LeaseBatch")
+    clock.add_s(61)
+    async with asyncio.timeout(10):
+        while (await call("GetBatch", name=batch.name)).batch.state != pb.BATCH_STATE_EXPIRED:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    with pytest.raises(grpc.aio.AioRpcError, match="or it has ended"):
+        await call.report(lease, total_count=1, models={"a": "a"})
+    await call("DeleteFile", name=batch.input_file)
+
+
+async def test_results_count_among_the_bytes_of_a_tenant(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    await call.batch()
+    lease = await call("LeaseBatch")
+    for module in ("batches", "files"):
+        monkeypatch.setattr(f"loraplex.batch_store.{module}.TENANT_BYTES", 50)
+    running = await call.report(lease, total_count=9, models={"a": "a"}, results=[result(1), result(2)])
+    assert running.state == pb.BATCH_STATE_IN_PROGRESS
+    running = await call.report(lease, results=[result(1), result(2)])  # again: counted once
+    with pytest.raises(grpc.aio.AioRpcError, match="tenant acme has 1 files and results of 26 bytes"):
+        await call.upload(b"x" * 30)
+    full = await call.report(lease, results=[result(3, "x" * 25)])
+    assert (full.state, full.errors[0].code) == (pb.BATCH_STATE_CANCELLING, "storage_full")
+    assert full.errors[0].message.startswith("tenant acme has files and results of 51 bytes, more than 50: delete")
 
 
 async def test_batches_and_their_answers_do_not_fill_the_store(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,8 @@ class Store:
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
         add(lambda server: self._releases.register(server, catalog))
-        add(import_module(BATCHES).BatchService(self._database, self._data).register)
+        self._batches = import_module(BATCHES).BatchService(self._database, self._data)
+        add(self._batches.register)
 
     def _apply_removals(self) -> None:
         """Purge and revoke what a restored catalog has back, before anybody can use it."""
@@ -276,6 +277,7 @@ class Store:
         looks = [
             every(WINDOW_S, self._auditor.flush),
             self._releases.follow(),
+            self._batches.follow(),
             every(EXPIRY_S, self._remove_expired),
         ]
         if self._settings.database:

@@ -274,6 +274,14 @@ CREATE TABLE batch_results (batch TEXT NOT NULL REFERENCES batches (batch) ON DE
 CREATE INDEX batch_results_by_end ON batch_results (batch, failed, line);
 CREATE TABLE batch_events (event INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, record TEXT NOT NULL);
 """,
+    """
+-- Of open batches: leases since the last progress, the time before which no runner gets it, the bytes of its results,
+-- and the window's end of one that is being checked.
+ALTER TABLE batches ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN wait_end_ns INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN result_bytes INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE batches ADD COLUMN expire_ns INTEGER;
+""",
 )
 # The digests and sizes of the blobs that rows need.
 BLOBS = (

@@ -1,12 +1,15 @@
 """Batches as the store keeps them: their states, leases of runners, results of lines, and the files at the end.
 
     validating ──▶ in_progress ──▶ finalizing ──▶ completed
-        │  │            │             └──▶ expired: its window ended first
-        │  └────────────┴──▶ cancelling ─▶ cancelled
-        └──▶ failed
+      │ │  │            │             └──▶ expired: its window ended first
+      │ │  └────────────┴──▶ cancelling ─▶ cancelled
+      │ └──▶ expired
+      └──▶ failed, as any that is tried too often
 
 A runner has a batch for LEASE_S after each of its reports. Each lease has a number, and only the last one's holder may
 report: one that stood still writes nothing over its successor's work. A line's first result is the one that stays.
+A lease is an attempt, until the batch makes progress; after some it is a suspect, and runners have one of these at a
+time, so that one that ends its runners does not count as an attempt of others.
 Its calls block: make them in a thread.
 """
 
@@ -23,9 +26,20 @@ from enum import StrEnum
 import msgspec
 
 from loraplex.adapter_store.database import Database
-from loraplex.adapter_store.records import Row, Rows
+from loraplex.adapter_store.records import Row, Rows, marks
 from loraplex.adapter_store.storage import DataDirectory
-from loraplex.batch_store.files import INPUT, OUTPUT, BatchFile, add_file, check_room, new_file, number_of, read_file
+from loraplex.batch_store.files import (
+    INPUT,
+    OUTPUT,
+    TENANT_BYTES,
+    BatchFile,
+    add_file,
+    check_room,
+    new_file,
+    number_of,
+    read_file,
+    used_bytes,
+)
 from loraplex.runtime.rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 
 # Time in seconds for which a runner has a batch after a report, and after that of its end: the store writes its files.
@@ -36,6 +50,11 @@ OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
 KEPT = 10_000
 # Number of events that are kept for webhooks.
 _EVENTS = 100_000
+# Maximum number of attempts without progress, and that of a batch that is no suspect.
+ATTEMPTS, _UNSUSPECTED = 10, 3
+# Time in seconds before the attempt after a fault, which doubles with each of them, and for which a caller whose batch
+# has given its place back to others waits for its quota.
+FAULT_S, QUOTA_S = 10.0, 60.0
 # Maximum number of results that are written at a time, and of batches, which have up to 5,000 models, that are read.
 _WRITTEN, _READ = 500, 20
 
@@ -54,9 +73,11 @@ class BatchState(StrEnum):
 
 
 _NEXT: Mapping[BatchState, frozenset[BatchState]] = {
-    BatchState.VALIDATING: frozenset({BatchState.FAILED, BatchState.IN_PROGRESS, BatchState.CANCELLING}),
-    BatchState.IN_PROGRESS: frozenset({BatchState.FINALIZING, BatchState.CANCELLING}),
-    BatchState.FINALIZING: frozenset({BatchState.COMPLETED, BatchState.EXPIRED}),
+    BatchState.VALIDATING: frozenset(
+        {BatchState.FAILED, BatchState.IN_PROGRESS, BatchState.CANCELLING, BatchState.EXPIRED}
+    ),
+    BatchState.IN_PROGRESS: frozenset({BatchState.FINALIZING, BatchState.CANCELLING, BatchState.FAILED}),
+    BatchState.FINALIZING: frozenset({BatchState.COMPLETED, BatchState.EXPIRED, BatchState.FAILED}),
     BatchState.CANCELLING: frozenset({BatchState.CANCELLED, BatchState.FAILED}),
 }
 _OPEN = frozenset(_NEXT)
@@ -89,6 +110,8 @@ class BatchRecord(msgspec.Struct):
     errors: list[LineError] = []
     # Whether its window ended before all lines had begun.
     is_late: bool = False
+    # Why its last run failed.
+    fault: str = ""
     output_file: str = ""
     error_file: str = ""
 
@@ -115,6 +138,15 @@ class Batch:
     record: BatchRecord
     number: int = 0
     lease: int = 0
+    attempts: int = 0
+
+    @property
+    def failure(self) -> str:
+        """Return why it is not tried again; empty for one that is."""
+        if self.attempts <= ATTEMPTS:
+            return ""
+        why = f", the last by {self.record.fault}" if self.record.fault else ": their runners ended"
+        return f"{ATTEMPTS} attempts, one after the other and without a further result, have failed{why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +170,8 @@ class Report:
     finished: bool = False
     expired: bool = False
     released: bool = False
+    waits: bool = False
+    fault: str = ""
 
 
 class Batches:
@@ -162,9 +196,10 @@ class Batches:
                 message = f"tenant {tenant} has {OPEN_BATCHES} batches that run, the maximum; wait until one has ended"
                 raise Exhausted(f"tenants/{tenant}/batches", message, retry_after_s=60.0, reason="BATCHES_FULL")
             rows.execute(
-                "INSERT INTO batches (batch, tenant, key_id, input_file, is_open, lease, lease_end_ns, record) "
-                "VALUES (?, ?, ?, ?, 1, 0, 0, ?)",
-                (batch, tenant, key_id, input_file, _encode(record)),
+                "INSERT INTO batches "
+                "(batch, tenant, key_id, input_file, is_open, lease, lease_end_ns, expire_ns, record) "
+                "VALUES (?, ?, ?, ?, 1, 0, 0, ?, ?)",
+                (batch, tenant, key_id, input_file, record.expire_ns, _encode(record)),
             )
             rows.execute(
                 "DELETE FROM batches WHERE tenant = :tenant AND is_open = 0 AND number <= "
@@ -201,29 +236,50 @@ class Batches:
                     raise Mismatch(batch, f"is {found.record.state.value}: nothing is left to cancel")
                 found.record.move(BatchState.CANCELLING)
                 _write(rows, found)
+                rows.execute("UPDATE batches SET wait_end_ns = 0 WHERE batch = ?", (batch,))
             return found
 
-    def lease(self) -> tuple[Batch, list[int]] | None:
+    def expire(self) -> list[str]:
+        """End batches whose window has ended before their files were checked; return them."""
+        query, now = "SELECT * FROM batches WHERE is_open = 1 AND expire_ns <= ?", time.time_ns()
+        with self._database.reading() as rows:
+            if rows.execute(query, (now,)).fetchone() is None:
+                return []
+        with self._database.transaction() as rows:
+            expired = [_batch(rows, row) for row in rows.execute(query, (now,)).fetchall()]
+            for batch in expired:
+                self._end(rows, batch, BatchState.EXPIRED)
+                _write(rows, batch)
+        return [batch.batch for batch in expired]
+
+    def lease(self, except_tenants: Sequence[str] = ()) -> tuple[Batch, list[int]] | None:
         """Take an open batch that no runner has, the oldest of the tenants of whom runners have the fewest.
 
         Returns it and its lines that have ended.
         """
         now = time.time_ns()
+        excepted = {f"tenant{place}": tenant for place, tenant in enumerate((*except_tenants, ""))}
+        values = {"now": now, "unsuspected": _UNSUSPECTED, **excepted}
+        held = "SELECT * FROM batches WHERE is_open = 1 AND lease_end_ns >= :now"
         query = (
-            "SELECT batches.* FROM batches LEFT JOIN (SELECT tenant, count(*) AS number FROM batches "
-            "WHERE is_open = 1 AND lease_end_ns >= :now GROUP BY tenant) AS held ON held.tenant = batches.tenant "
-            "WHERE is_open = 1 AND lease_end_ns < :now ORDER BY coalesce(held.number, 0), batches.number LIMIT 1"
+            f"WITH held AS ({held}), shares AS (SELECT tenant, count(*) AS number FROM held GROUP BY tenant) "
+            "SELECT batches.* FROM batches LEFT JOIN shares ON shares.tenant = batches.tenant "
+            "WHERE is_open = 1 AND lease_end_ns < :now AND wait_end_ns <= :now "
+            f"AND batches.tenant NOT IN ({', '.join(f':{name}' for name in excepted)}) "
+            "AND (attempts < :unsuspected OR NOT EXISTS (SELECT 1 FROM held WHERE attempts > :unsuspected)) "
+            "ORDER BY coalesce(shares.number, 0), attempts > :unsuspected, batches.number LIMIT 1"
         )
         with self._database.reading() as rows:  # runners ask often, and beside other transactions
-            if rows.execute(query, {"now": now}).fetchone() is None:
+            if rows.execute(query, values).fetchone() is None:
                 return None
         with self._database.transaction() as rows:
-            row = rows.execute(query, {"now": now}).fetchone()
+            row = rows.execute(query, values).fetchone()
             if row is None:
                 return None
             batch = row["batch"]
             rows.execute(
-                "UPDATE batches SET lease = lease + 1, lease_end_ns = ? WHERE batch = ?", (now + _LEASE_NS, batch)
+                "UPDATE batches SET lease = lease + 1, attempts = attempts + 1, lease_end_ns = ? WHERE batch = ?",
+                (now + _LEASE_NS, batch),
             )
             ended = rows.execute("SELECT line FROM batch_results WHERE batch = ?", (batch,)).fetchall()
             found = _read(rows, batch)
@@ -239,40 +295,76 @@ class Batches:
             found = self._held(rows, name, lease)
             self._look_at_key(rows, found)
             record = found.record
-            if report.errors:
-                record.errors = list(report.errors)[:ERRORS]
-                self._end(rows, found, BatchState.FAILED)
-            if report.models is not None and record.state is BatchState.VALIDATING:
-                record.total, record.models = report.total, dict(report.models)
+            if begins := report.models is not None and record.state is BatchState.VALIDATING:
+                record.total, record.models = report.total, dict(report.models or {})
                 record.move(BatchState.IN_PROGRESS)
             record.begun = max(record.begun, report.begun)
-            rows.executemany(
-                "INSERT INTO batch_results VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                [(name, one.line, int(one.failed), one.result) for one in report.results],
-            )
+            record.is_late |= report.expired
+            record.fault = report.fault or record.fault
+            progresses = self._add_results(rows, found, report.results) or begins or report.waits or report.released
             _write(rows, found)
-            end_ns = 0 if report.released else time.time_ns() + _LEASE_NS
-            rows.execute("UPDATE batches SET lease_end_ns = ? WHERE batch = ?", (end_ns, name))
+            self._set_lease(rows, found, report, 0 if progresses else found.attempts)
             found = _read(rows, name)
-        return self._finish(found, expired=report.expired) if report.finished else found
+        return self._finish(found, report.errors) if report.finished or report.errors else found
 
-    def _finish(self, batch: Batch, *, expired: bool) -> Batch:
-        """Write the files of a batch whose lines have all ended, and end it: all of that, or nothing but its state."""
+    def _add_results(self, rows: Rows, batch: Batch, results: Sequence[LineResult]) -> bool:
+        """Keep the first result of each line, and return whether there is a new one.
+
+        Cancels a batch whose tenant has no room for more.
+        """
+        query = f"SELECT line FROM batch_results WHERE batch = ? AND line IN ({marks(results)})"
+        known = {line for (line,) in map(tuple, rows.execute(query, (batch.batch, *(one.line for one in results))))}
+        added = {one.line: one for one in reversed(results) if one.line not in known}
+        if not added:
+            return False
+        rows.executemany(
+            "INSERT INTO batch_results VALUES (?, ?, ?, ?)",
+            [(batch.batch, one.line, int(one.failed), one.result) for one in added.values()],
+        )
+        size = sum(len(one.result.encode()) for one in added.values())
+        rows.execute("UPDATE batches SET result_bytes = result_bytes + ? WHERE batch = ?", (size, batch.batch))
+        record = batch.record
+        if record.state is BatchState.IN_PROGRESS and (used := used_bytes(rows, batch.tenant)) > TENANT_BYTES:
+            why = f"tenant {batch.tenant} has files and results of {used} bytes, more than {TENANT_BYTES}: delete files"
+            record.errors = [LineError("storage_full", f"{why}, and give the lines that did not run to a new batch")]
+            record.move(BatchState.CANCELLING)
+        return True
+
+    def _set_lease(self, rows: Rows, batch: Batch, report: Report, attempts: int) -> None:
+        """Keep or end the lease; after a fault the batch waits, after a wait for a quota all of its caller's do."""
+        now = time.time_ns()
+        wait_ns = round(FAULT_S * 1e9) << max(0, attempts - 1) if report.fault else 0
+        rows.execute(
+            "UPDATE batches SET lease_end_ns = ?, wait_end_ns = ?, attempts = ? WHERE batch = ?",
+            (0 if report.released or report.fault else now + _LEASE_NS, now + wait_ns, attempts, batch.batch),
+        )
+        if report.released and report.waits:
+            rows.execute(
+                "UPDATE batches SET wait_end_ns = max(wait_end_ns, ?) "
+                "WHERE tenant = ? AND key_id = ? AND is_open = 1 AND lease_end_ns < ?",
+                (now + round(QUOTA_S * 1e9), batch.tenant, batch.key_id, now),
+            )
+
+    def _finish(self, batch: Batch, errors: Sequence[LineError]) -> Batch:
+        """Write the files of a batch and end it: all of that, or nothing but its state.
+
+        It fails with what results it has where there are errors; else each line has one.
+        """
         with self._database.transaction() as rows:
             found = self._held(rows, batch.batch, batch.lease)
-            record = found.record
-            if (ended := record.completed + record.failed) != record.total:
+            record, end = found.record, BatchState.CANCELLED
+            if errors:
+                end = BatchState.FAILED
+            elif (ended := record.completed + record.failed) != record.total:
                 message = f"{ended} of {record.total} lines of {batch.batch} have ended"
                 raise InvalidField("finished", message)
-            if record.state is BatchState.IN_PROGRESS:
-                record.is_late = expired
-                record.move(BatchState.FINALIZING)
-                _write(rows, found)
+            elif record.state is not BatchState.CANCELLING:
+                end = BatchState.EXPIRED if record.is_late else BatchState.COMPLETED
+                if record.state is BatchState.IN_PROGRESS:
+                    record.move(BatchState.FINALIZING)
+                    _write(rows, found)
             end_ns = time.time_ns() + round(FINISH_S * 1e9)
             rows.execute("UPDATE batches SET lease_end_ns = ? WHERE batch = ?", (end_ns, batch.batch))
-        end = BatchState.CANCELLED
-        if record.state is BatchState.FINALIZING:
-            end = BatchState.EXPIRED if record.is_late else BatchState.COMPLETED
         upload = self._data.new_upload()
         try:
             for name, failed in (("output", 0), ("errors", 1)):
@@ -291,6 +383,7 @@ class Batches:
                     keep(rows, name)
                     add_file(rows, file)
                     self._name_file(found.record, name, file)
+                found.record.errors = list(errors)[:ERRORS] or found.record.errors
                 self._end(rows, found, end)
                 _write(rows, found)
                 return _read(rows, batch.batch)
@@ -360,9 +453,10 @@ def _encode(record: BatchRecord) -> str:
 
 
 def _write(rows: Rows, batch: Batch) -> None:
-    is_open = int(batch.record.state in _OPEN)
-    values = (is_open, _encode(batch.record), batch.batch)
-    rows.execute("UPDATE batches SET is_open = ?, record = ? WHERE batch = ?", values)
+    record = batch.record
+    expire_ns = record.expire_ns if record.state is BatchState.VALIDATING else None
+    values = (int(record.state in _OPEN), expire_ns, _encode(record), batch.batch)
+    rows.execute("UPDATE batches SET is_open = ?, expire_ns = ?, record = ? WHERE batch = ?", values)
 
 
 def _read(rows: Rows, batch: str, tenant: str = "") -> Batch:
@@ -381,5 +475,5 @@ def _batch(rows: Rows, row: Row) -> Batch:
             "SELECT count(*), coalesce(sum(failed), 0) FROM batch_results WHERE batch = ?", (row["batch"],)
         ).fetchone()
         record.completed, record.failed = int(counted[0]) - int(counted[1]), int(counted[1])
-    names = ("batch", "tenant", "key_id", "input_file", "number", "lease")
+    names = ("batch", "tenant", "key_id", "input_file", "number", "lease", "attempts")
     return Batch(record=record, **{name: row[name] for name in names})

@@ -99,14 +99,22 @@ def new_file(tenant: str, purpose: str, filename: str, blob: Blob) -> BatchFile:
     return BatchFile(f"file-{secrets.token_hex(12)}", tenant, purpose, filename, blob, time.time_ns())
 
 
+def used_bytes(rows: Rows, tenant: str) -> int:
+    """Return the bytes of a tenant's files, and of results of its open batches, which become files."""
+    query = (
+        "SELECT (SELECT coalesce(sum(bytes), 0) FROM batch_files WHERE tenant = :tenant) + "
+        "(SELECT coalesce(sum(result_bytes), 0) FROM batches WHERE tenant = :tenant AND is_open = 1)"
+    )
+    return int(rows.execute(query, {"tenant": tenant}).fetchone()[0])
+
+
 def check_room(rows: Rows, tenant: str, size: int = 0) -> None:
     """Raise Exhausted where a tenant may not have another file of so many bytes."""
-    count, used = rows.execute(
-        "SELECT count(*), coalesce(sum(bytes), 0) FROM batch_files WHERE tenant = ?", (tenant,)
-    ).fetchone()
-    if count >= TENANT_FILES or int(used) + size > TENANT_BYTES:
+    count = rows.execute("SELECT count(*) FROM batch_files WHERE tenant = ?", (tenant,)).fetchone()[0]
+    used = used_bytes(rows, tenant)
+    if count >= TENANT_FILES or used + size > TENANT_BYTES:
         most = f"at most {TENANT_FILES} files of {TENANT_BYTES} bytes together"
-        message = f"tenant {tenant} has {count} files of {used} bytes; {most}: delete some"
+        message = f"tenant {tenant} has {count} files and results of {used} bytes; {most}: delete some"
         raise Exhausted(f"tenants/{tenant}/files", message, retry_after_s=None, reason="FILES_FULL")
 
 

@@ -18,9 +18,10 @@ from loraplex.adapter_store.open_calls import OpenUploads
 from loraplex.adapter_store.storage import PIECE_BYTES, CorruptBlob, DataDirectory
 from loraplex.batch_store.batches import LINES, Batch, Batches, BatchState, LineError, LineResult, Report
 from loraplex.batch_store.files import FILE_BYTES, INPUT, BatchFile, BatchFiles
-from loraplex.runtime.rpc.errors import DataLoss, InvalidField, NotFound
+from loraplex.runtime.rpc.errors import CallError, DataLoss, InvalidField, NotFound
 from loraplex.runtime.rpc.interceptors import Context
 from loraplex.runtime.rpc.principal import caller, calling_tenant
+from loraplex.runtime.rpc.tasks import every
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 # Shortest and longest completion window in seconds, and the one by default.
 _WINDOW_S, _LONGEST_S = 60.0, 86_400.0
-# Maximum number of entries of metadata, and characters of keys, values and file names.
-_ENTRIES, _KEY, _VALUE, _NAME = 16, 64, 512, 255
+# Maximum number of entries of metadata, and characters of keys, values, file names and reasons of faults.
+_ENTRIES, _KEY, _VALUE, _NAME, _FAULT = 16, 64, 512, 255, 1000
+# Interval in seconds between looks for batches whose window has ended.
+EXPIRY_S = 1.0
 # Bytes of a piece of a download.
 _PIECE_BYTES = 64 * 1024
 
@@ -44,6 +47,14 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
     def register(self, server: Any) -> None:
         """Let a server serve it."""
         batches_pb2_grpc.add_BatchServiceServicer_to_server(self, server)
+
+    async def follow(self) -> None:
+        """End batches whose window ends before their files are checked; never returns."""
+        await every(EXPIRY_S, self._expire, passing=(CallError,))
+
+    async def _expire(self) -> None:
+        for batch in await asyncio.to_thread(self._batches.expire):
+            log.info("%s is expired", batch)
 
     async def UploadFile(
         self, request_iterator: AsyncIterable[pb.UploadFileRequest], context: Context
@@ -153,7 +164,7 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
         """Give a runner an open batch that no other has."""
-        leased = await asyncio.to_thread(self._batches.lease)
+        leased = await asyncio.to_thread(self._batches.lease, request.except_tenants)
         if leased is None:
             return pb.LeaseBatchResponse()
         batch, ended = leased
@@ -164,6 +175,7 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
             key_id=batch.key_id,
             begun_count=batch.record.begun,
             ended_lines=ended,
+            failure=batch.failure,
         )
 
     async def ReportBatch(self, request: pb.ReportBatchRequest, context: Context) -> pb.ReportBatchResponse:
@@ -180,8 +192,12 @@ class BatchService(batches_pb2_grpc.BatchServiceServicer):
             finished=request.finished,
             expired=request.expired,
             released=request.released,
+            waits=request.waits,
+            fault=request.fault[:_FAULT],
         )
         batch = await asyncio.to_thread(self._batches.report, name, request.lease, report)
+        if request.fault:
+            log.warning("%s: its run at %s failed by %s", name, caller().name, request.fault)
         if request.finished or request.errors:
             log.info("%s is %s", name, batch.record.state.value)
         return pb.ReportBatchResponse(batch=_batch_to_pb(batch))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,20 +29,23 @@ from loraplex_client.endpoint import Credentials
 
 log = logging.getLogger(__name__)
 
-# Interval in seconds between looks for a batch, and pause after one whose run failed by a fault of the runner's own.
-LOOK_S, FAULT_S = 0.5, 10.0
+# Interval in seconds between looks for a batch, pause after one whose run failed by a fault of this machine, and time
+# for which a batch waits for its quota before it gives its place to another tenant's.
+LOOK_S, FAULT_S, WAIT_S = 0.5, 10.0, 10.0
 # Timeout in seconds of a look, and of giving a batch back.
 _ASK_S = 5.0
 
 
-def _lease() -> Script[pb.LeaseBatchResponse]:
-    lease: pb.LeaseBatchResponse = yield Call("LeaseBatch", pb.LeaseBatchRequest(), timeout_s=_ASK_S, once=True)
+def _lease(request: pb.LeaseBatchRequest) -> Script[pb.LeaseBatchResponse]:
+    lease: pb.LeaseBatchResponse = yield Call("LeaseBatch", request, timeout_s=_ASK_S, once=True)
     return lease
 
 
-async def lease_batch(store: AsyncConnection, client: AsyncClient, metrics: RunnerMetrics) -> BatchRun | None:
+async def lease_batch(
+    store: AsyncConnection, client: AsyncClient, metrics: RunnerMetrics, except_tenants: Iterable[str] = ()
+) -> BatchRun | None:
     """Lease a batch that no other runner has; None: there is none. Raises LoraplexError."""
-    lease = await store.run(_lease())
+    lease = await store.run(_lease(pb.LeaseBatchRequest(except_tenants=except_tenants)))
     return BatchRun(lease, store, client, metrics) if lease.HasField("batch") else None
 
 
@@ -58,20 +63,43 @@ class BatchRunner:
     async def follow(self) -> None:
         """Run what there is; never returns."""
         while True:
-            while len(self._running) < self._settings.batches_at_once and await self._begin():
+            while await self._begin():
                 pass
             await asyncio.sleep(LOOK_S)
 
+    def _place(self) -> tuple[BatchRun | None, set[str]]:
+        """Return the batch that gives its place to another, and the tenants whose batches may not have it.
+
+        It is the one that has waited longest for its quota, or the newest of a tenant that has more places than others.
+        """
+        runs = [run for run in self._running.values() if not run.leaves]
+        waiting = [run for run in runs if run.waits_s >= WAIT_S]
+        if waiting:
+            return max(waiting, key=lambda run: run.waits_s), {run.tenant for run in waiting}
+        places = Counter(run.tenant for run in runs)
+        tenant, most = places.most_common(1)[0]
+        if most == 1:
+            return None, set()
+        return [run for run in runs if run.tenant == tenant][-1], {one for one in places if places[one] > most - 2}
+
     async def _begin(self) -> bool:
-        """Begin a batch; returns whether there was one."""
+        """Begin a batch; returns whether there was one, and a place for it."""
+        leaver, others = None, set[str]()
+        if sum(not run.leaves for run in self._running.values()) >= self._settings.batches_at_once:
+            leaver, others = self._place()
+            if leaver is None:
+                return False
         try:
-            run = await lease_batch(self._store, self._client, self._metrics)
+            run = await lease_batch(self._store, self._client, self._metrics, others)
         except LoraplexError as error:
             self._away(f"no batches: {error.message}")
             return False
         self._away.reset()
         if run is None:
             return False
+        if leaver is not None:
+            log.info("%s gives its place to %s", leaver.name, run.name)
+            leaver.leave()
         task = asyncio.create_task(self._run(run))
         self._running[task] = run
         task.add_done_callback(self._running.pop)
@@ -82,13 +110,24 @@ class BatchRunner:
         with self._metrics.batches.track_inprogress():
             try:
                 await run.run(LinePace(self._settings.lines_at_once, self._settings.slowdown))
-                log.info("%s: %s", run.name, run.batch.state)
             except LeaseLost as error:
                 self._metrics.lost.inc()
                 log.warning("%s: %s", run.name, error)
-            except Exception:
-                log.exception("%s: its run failed; it is taken up again", run.name)
+            except OSError:
+                log.exception("%s: its run failed by a fault of this machine", run.name)
+                await _give_back(run)
                 await asyncio.sleep(FAULT_S)
+            except Exception as error:
+                log.exception("%s: its run failed", run.name)
+                why = f"an internal error ({type(error).__name__}); the runner's log says more"
+                await _give_back(run, error.message if isinstance(error, LoraplexError) else why)
+            except asyncio.CancelledError:
+                await _give_back(run)
+                raise
+            else:
+                if run.leaves:
+                    await _give_back(run)
+                log.info("%s: %s", run.name, run.batch.state)
 
     async def stop(self) -> None:
         """Let lines end for a while, and give the batches back."""
@@ -100,11 +139,13 @@ class BatchRunner:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for run in running.values():
-            with suppress(LoraplexError, TimeoutError):
-                async with asyncio.timeout(_ASK_S):
-                    await run.release()
         await asyncio.gather(self._client.close(), self._store.close())
+
+
+async def _give_back(run: BatchRun, fault: str = "") -> None:
+    with suppress(LoraplexError, TimeoutError):
+        async with asyncio.timeout(_ASK_S):
+            await run.release(fault)
 
 
 async def run(settings: RunnerSettings) -> None:

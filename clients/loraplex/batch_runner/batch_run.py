@@ -14,6 +14,7 @@ import logging
 import random
 import tempfile
 import time
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from loraplex.batches.v1 import batches_pb2 as pb
@@ -62,27 +63,44 @@ class BatchRun:
     def __init__(
         self, lease: pb.LeaseBatchResponse, store: AsyncConnection, client: AsyncClient, metrics: RunnerMetrics
     ) -> None:
-        self.name, self._lease = lease.batch.name, lease.lease
-        tenant = self.name.split("/")[1]
+        self.name, self._lease, self._failure = lease.batch.name, lease.lease, lease.failure
+        self.tenant = self.name.split("/")[1]
         self.batch: Batch = batch_of(lease.batch)
-        self._store = store.for_caller(tenant, "")
-        self._cluster = BatchCluster(client, tenant, lease.key_id)
-        self._caller = client.for_caller(tenant, batch_key=lease.key_id)
+        self._store = store.for_caller(self.tenant, "")
+        self._cluster = BatchCluster(client, self.tenant, lease.key_id)
+        self._caller = client.for_caller(self.tenant, batch_key=lease.key_id)
         self._metrics = metrics
         self._ended = set(lease.ended_lines)
         # Lines of the order that a former runner may have begun, and that the store knows of.
         self._begun_before = self._begun = lease.begun_count
         self._results: list[pb.LineResult] = []
         self._reporting = asyncio.Lock()
+        # Whether lines have ended since the window's end came before their begin.
         self._expired = False
-        # Set when no further line begins: the window has ended, or the batch is cancelled.
-        self._ending = asyncio.Event()
+        # When it was seen that no further line begins: the window has ended, or the batch is cancelled; 0 before.
         self._ending_at = 0.0
-        self._leaves = False
+        # Set when the rest is left to another runner, and when that or the end of new lines has come.
+        self._leaving, self._halting, self._left_waiting = asyncio.Event(), asyncio.Event(), False
+        # Lines that run, the number of those that wait for their quota, and when a line ended last.
+        self._running = set[asyncio.Task[None]]()
+        self._waiting, self._ended_at = 0, time.monotonic()
+
+    @property
+    def leaves(self) -> bool:
+        """Return whether it leaves the rest of the batch to another runner."""
+        return self._leaving.is_set()
+
+    @property
+    def waits_s(self) -> float:
+        """Return for how many seconds no line has ended; 0 unless all that run wait for their quota."""
+        waits = self._running and self._waiting == len(self._running)
+        return time.monotonic() - self._ended_at if waits else 0.0
 
     def leave(self) -> None:
         """Begin no further line, and leave the rest of the batch to another runner."""
-        self._leaves = True
+        self._left_waiting = self.waits_s > 0
+        self._leaving.set()
+        self._halting.set()
 
     async def run(self, pace: LinePace) -> None:
         """Run the batch to its end. Raises LeaseLost; cancelling it leaves the rest to another runner."""
@@ -101,26 +119,34 @@ class BatchRun:
                 beating.cancel()
                 await asyncio.gather(beating, running, return_exceptions=True)
 
-    async def release(self) -> None:
-        """Report what has ended, and let another runner have the batch at once."""
-        with_rest = self._taken()
-        request = pb.ReportBatchRequest(name=self.name, lease=self._lease, results=with_rest, released=True)
+    async def release(self, fault: str = "") -> None:
+        """Report what has ended, and leave the batch to other runners.
+
+        They get it at once, unless its lines waited for their quota when it left, or its run has failed by a fault.
+        """
+        request = self._news()
+        request.name, request.lease = self.name, self._lease
+        request.released, request.waits, request.fault = not fault, self._left_waiting, fault
         await self._store.run(_once("ReportBatch", request))
 
     async def _run(self, file: BinaryIO, pace: LinePace) -> None:
+        if self._failure:
+            await self._fail([BatchError("internal_error", self._failure)])
+            return
         if self.batch.state == "validating" or (self.batch.total and self.batch.state != "finalizing"):
             checked = await self._checked(file)
             if self.batch.state == "validating":
                 await self._begin(checked)
                 if self.batch.has_ended:
                     return
+            elif checked.errors:
+                raise DataLossError(checked.errors[0].message, kind="file", name=self.batch.input_file)
             if self.batch.total:  # else it was cancelled before its file was checked
                 await self._run_lines(file, checked.lines, pace)
         while self._results:
             await self._flush()
-        if self._leaves:
-            return
-        await self._report(finished=True, expired=self._expired)
+        if not self.leaves:
+            await self._report(finished=True)
 
     async def _checked(self, file: BinaryIO) -> CheckedFile:
         request = pb.DownloadFileRequest(name=self.batch.input_file)
@@ -131,7 +157,7 @@ class BatchRun:
                 await self._store.run(_download(request, file))
                 break
             except LoraplexError as error:
-                if isinstance(error, DataLossError) and self.batch.state == "validating":
+                if isinstance(error, DataLossError):
                     why = f"the file is damaged at the store: upload it again; {error.message}"
                     return CheckedFile(errors=[BatchError("file_damaged", why)])
                 if retry_after_s(error) is None:
@@ -143,29 +169,30 @@ class BatchRun:
             return await asyncio.to_thread(check_file, file, self.batch.endpoint)
         except OSError:  # of this machine
             raise
-        except Exception:  # a fault of this code ends the batch, which would else be tried again for ever
-            if self.batch.state != "validating":
-                raise
+        except Exception:  # a fault of this code
             log.exception("%s: its file was not checked", self.name)
             why = "the file was not checked, by an internal error; the runner's log says more"
             return CheckedFile(errors=[BatchError("internal_error", why)])
 
     async def _begin(self, checked: CheckedFile) -> None:
-        """Pin the adapters to their revisions and begin the batch, or end it with what is wrong with its file."""
+        """Pin the adapters to their revisions and begin the batch, or fail it with what is wrong with its file."""
         models, errors = dict[str, str](), list(checked.errors)
         for name, line in checked.models.items() if not errors else ():
             try:
                 models[name] = await self._pinned(name)
-                if self._ending.is_set() or self._leaves:
+                if self._halting.is_set():
                     return
             except (LoraplexError, HttpError) as error:
                 message = error.message.replace("adapter not found:", "model not found:", 1)
                 errors.append(BatchError("model_not_found", f"line {line}: body.model: {message}", line, "body.model"))
         if errors:
-            told = [pb.BatchError(code=e.code, message=e.message, line=e.line, param=e.param) for e in errors]
-            await self._report(errors=told[:100])
-            return
-        await self._report(total_count=len(checked.lines), models=models)
+            await self._fail(errors)
+        else:
+            await self._report(total_count=len(checked.lines), models=models)
+
+    async def _fail(self, errors: list[BatchError]) -> None:
+        told = [pb.BatchError(code=e.code, message=e.message, line=e.line, param=e.param) for e in errors]
+        await self._report(errors=told[:100])
 
     async def _pinned(self, name: str) -> str:
         """Return a model's name with the revision that it means now. Raises LoraplexError, HttpError."""
@@ -178,17 +205,17 @@ class BatchRun:
                 base = f"{named['model']}:" if "model" in named else ""
                 return f"{base}{adapter.name}@{revision.digest}"
             except LoraplexError as error:
-                if (pause_s := retry_after_s(error)) is None or self._ending.is_set():
+                if (pause_s := retry_after_s(error)) is None or self._ending_at:
                     raise
                 await asyncio.sleep(pause_s)
 
     async def _run_lines(self, file: BinaryIO, lines: list[BatchLine], pace: LinePace) -> None:
         """Run what has no result, in the order; lines that do not begin end with an error."""
         calls = LineCalls(self._cluster, self.batch.id, self.batch.endpoint, self.batch.models, pace)
-        running = set[asyncio.Task[None]]()
+        self._ended_at = time.monotonic()
         try:
             for place, line in enumerate(lines):
-                if self._leaves:
+                if self.leaves:
                     break
                 if line.number in self._ended:
                     continue
@@ -199,26 +226,27 @@ class BatchRun:
                     await self._end_unbegun(calls, file, line)
                     await self._room_for_results()
                     continue
-                while len(running) >= pace.at_once:
-                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        task.result()
+                while len(self._running) >= pace.at_once:
+                    await self._one_ends()
                 await self._room_for_results()
-                running.add(asyncio.create_task(self._run_line(calls, file, line)))
-            while running:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                self._running.add(asyncio.create_task(self._run_line(calls, file, line)))
+            while self._running:
+                await self._one_ends()
         finally:
-            for task in running:
+            for task in self._running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _one_ends(self) -> None:
+        done, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
     async def _run_line(self, calls: LineCalls, file: BinaryIO, line: BatchLine) -> None:
-        """Run a line until it has a result."""
+        """Run a line until it has a result, or until the batch leaves."""
         fields = await asyncio.to_thread(read_line, file, line)
         number, custom_id, refusals = line.number, fields["custom_id"], 0
-        while True:
+        while not self.leaves:
             try:
                 async with asyncio.timeout(_LINE_S):
                     status, body = await calls.answer(number, fields)
@@ -230,7 +258,8 @@ class BatchRun:
                 if pause_s is None or refusals > _REFUSALS:
                     self._end_line(number, calls.failure(number, custom_id, error), failed=True)
                     return
-                self._metrics.waits.labels("quota" if isinstance(error, ResourceExhaustedError) else "cluster").inc()
+                is_quota = isinstance(error, ResourceExhaustedError)
+                self._metrics.waits.labels("quota" if is_quota else "cluster").inc()
                 if self._gives_up(error):
                     await self._end_unbegun(calls, file, line)
                     return
@@ -239,7 +268,11 @@ class BatchRun:
                 result = calls.error(number, custom_id, "internal_error", "internal error; the runner's log says more")
                 self._end_line(number, result, failed=True)
                 return
-            await self._pause(pause_s * random.uniform(1.0, 1.2))
+            self._waiting += is_quota
+            try:
+                await self._pause(pause_s * random.uniform(1.0, 1.2))
+            finally:
+                self._waiting -= is_quota
 
     def _gives_up(self, error: Exception) -> bool:
         """Return whether a line that waits has no time left: for a quota none once no further line begins."""
@@ -249,40 +282,38 @@ class BatchRun:
         return waits_for_quota or time.monotonic() > self._ending_at + _ENDING_S
 
     async def _pause(self, pause_s: float) -> None:
-        left_s = max(0.0, self.batch.expire_time.timestamp() - time.time())
-        if self._ending.is_set():
-            await asyncio.sleep(pause_s)
-            return
-        try:
-            async with asyncio.timeout(min(pause_s, left_s + 0.1)):
-                await self._ending.wait()
-        except TimeoutError:
-            pass
+        """Wait, at most until the batch leaves or is cancelled, or its window ends."""
+        halt = self._leaving if self._ending_at else self._halting
+        left_s = pause_s if self._ending_at else max(0.0, self.batch.expire_time.timestamp() - time.time()) + 0.1
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(pause_s, left_s)):
+                await halt.wait()
 
     def _stops(self) -> bool:
         """Return whether no further line begins."""
-        if not self._ending.is_set():
+        if not self._ending_at:
             is_late = time.time() >= self.batch.expire_time.timestamp()
-            self._expired = is_late and self.batch.state == "in_progress"
-            if self._expired or self.batch.state == "cancelling":
+            if (is_late and self.batch.state == "in_progress") or self.batch.state == "cancelling":
                 self._ending_at = time.monotonic()
-                self._ending.set()
-        return self._ending.is_set()
+                self._halting.set()
+        return self._ending_at > 0
 
     async def _end_unbegun(self, calls: LineCalls, file: BinaryIO, line: BatchLine) -> None:
         custom_id = (await asyncio.to_thread(read_line, file, line))["custom_id"]
-        code, why = ("batch_expired", "the batch's window ended before it could run")
-        if not self._expired:
-            code, why = ("batch_cancelled", "the batch was cancelled before it could run")
+        code, why = ("batch_cancelled", "the batch was cancelled before it could run")
+        if self.batch.state != "cancelling":
+            self._expired = True
+            code, why = ("batch_expired", "the batch's window ended before it could run")
         self._end_line(line.number, calls.error(line.number, custom_id, code, why), failed=True)
 
     def _end_line(self, number: int, result: str, *, failed: bool) -> None:
         self._results.append(pb.LineResult(line=number, failed=failed, result=result))
         self._metrics.lines.labels("error" if failed else "answer").inc()
+        self._ended_at = time.monotonic()
 
     async def _room_for_results(self) -> None:
         """Wait while the store does not take results."""
-        while len(self._results) >= 2 * _RESULTS:
+        while len(self._results) >= 2 * _RESULTS or sum(len(one.result) for one in self._results) >= 2 * _BYTES:
             await self._flush()
 
     async def _beat(self) -> None:
@@ -295,21 +326,21 @@ class BatchRun:
                 await self._flush()
                 told_at = time.monotonic()
 
-    def _taken(self) -> list[pb.LineResult]:
-        """Return the first results, as many as a report may have."""
+    def _news(self) -> pb.ReportBatchRequest:
+        """Return a report of the first results, as many as it may have."""
         taken, size = list[pb.LineResult](), 0
         for result in self._results[:_RESULTS]:
             size += result.ByteSize() + 16
             if taken and size > _BYTES:
                 break
             taken.append(result)
-        return taken
+        return pb.ReportBatchRequest(results=taken, expired=self._expired, waits=self.waits_s > 0)
 
     async def _flush(self) -> None:
         async with self._reporting:
-            taken = self._taken()
-            await self._send(pb.ReportBatchRequest(results=taken))
-            del self._results[: len(taken)]
+            news = self._news()
+            await self._send(news)
+            del self._results[: len(news.results)]
 
     async def _report(self, **fields: Any) -> None:
         async with self._reporting:

@@ -18,10 +18,12 @@ import pytest
 import pytest_asyncio
 from loraplex.batches.v1.batches_pb2_grpc import BatchServiceStub
 
-from loraplex.batch_runner.app import lease_batch
+from loraplex.batch_runner.app import BatchRunner, lease_batch
+from loraplex.batch_runner.batch_run import BatchRun
 from loraplex.batch_runner.line_call import make_client, seed_of
 from loraplex.batch_runner.metrics import RunnerMetrics
 from loraplex.batch_runner.pace import LinePace
+from loraplex.batch_runner.settings import RunnerSettings
 from loraplex.contracts.options import SamplingParams
 from loraplex_client import AsyncClient, DataLossError, ResourceExhaustedError
 from loraplex_client.connection import AsyncConnection
@@ -200,6 +202,23 @@ async def run_here(cluster: Cluster, store: AsyncConnection) -> None:
         await run.run(LinePace(4, 1.1))
 
 
+@pytest_asyncio.fixture(loop_scope="package")
+async def two_places(cluster: Cluster, no_runner: AsyncConnection) -> AsyncIterator[None]:
+    """A runner in this process, which runs two batches at once."""
+    settings = RunnerSettings(",".join(cluster.local.routers), cluster.local.store, batches_at_once=2)
+    runner = BatchRunner(settings, RunnerMetrics())
+    following = asyncio.create_task(runner.follow())
+    yield
+    following.cancel()
+    await runner.stop()
+
+
+async def in_progress(client: openai.AsyncOpenAI, batch_id: str) -> None:
+    """Wait until a batch's lines run."""
+    while (await client.batches.retrieve(batch_id)).status != "in_progress":  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
 async def test_lines_that_had_no_time_are_in_the_file_of_errors(
     client: openai.AsyncOpenAI, cluster: Cluster, no_runner: AsyncConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,10 +271,60 @@ async def test_a_file_that_is_damaged_fails_its_batch(
     assert (batch.status, batch.errors.data[0].code) == ("failed", "file_damaged")
 
 
-async def test_lines_wait_for_a_quota(client: openai.AsyncOpenAI, cluster: Cluster, eventually: Eventually) -> None:
-    await set_plans(cluster.local.store, "[tenants.waits]\nconcurrent_streams = 2\ncontext_tokens = 100\n")
+async def test_a_line_that_began_in_time_is_not_late(
+    client: openai.AsyncOpenAI, cluster: Cluster, no_runner: AsyncConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, later = BatchRun._end_line, time.time() + 2 * 86_400
+
+    def end_late(self: BatchRun, number: int, result: str, *, failed: bool) -> None:
+        monkeypatch.setattr("loraplex.batch_runner.batch_run.time.time", lambda: later)
+        assert self._stops()
+        ends(self, number, result, failed=failed)
+
+    monkeypatch.setattr(BatchRun, "_end_line", end_late)
+    made = await begun(client, jsonl(*(chat_line(str(number), "c", "Hi") for number in range(3))))
+    await run_here(cluster, no_runner)
+    batch: Any = await client.batches.retrieve(made.id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 3)
+
+
+async def test_a_batch_that_waits_for_its_quota_leaves_its_place_to_others(
+    client: openai.AsyncOpenAI,
+    cluster: Cluster,
+    two_places: None,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loraplex.batch_runner.app.WAIT_S", 0.1)
+    await know_plan(cluster, eventually, "starves", "requests_per_minute = 1")
+    starves = client.with_options(default_headers={"x-loraplex-tenant": "starves"})
+    lines = jsonl(*(chat_line(str(number), "hash", "Hi") for number in range(3)))
+    waiting = [await begun(starves, lines) for _ in range(2)]
+    for made in waiting:
+        await in_progress(starves, made.id)
+    assert (await ended(client, (await begun(client, jsonl(chat_line("1", "c", "Hi")))).id)).status == "completed"
+    for made in waiting:
+        await starves.batches.cancel(made.id)
+        assert (await ended(starves, made.id)).status == "cancelled"
+
+
+async def test_a_tenant_with_all_places_leaves_one_to_another(client: openai.AsyncOpenAI, two_places: None) -> None:
+    given = jsonl(*(chat_line(str(number), "b", f"Hi {number}", max_tokens=60) for number in range(400)))
+    long = [await begun(client, given) for _ in range(2)]
+    for made in long:
+        await in_progress(client, made.id)
+    other = client.with_options(default_headers={"x-loraplex-tenant": "globex"})
+    assert (await ended(other, (await begun(other, jsonl(chat_line("1", "hash", "Hi")))).id)).status == "completed"
+    for made in long:
+        assert (await client.batches.cancel(made.id)).status == "cancelling"
+        assert (await ended(client, made.id)).status == "cancelled"
+
+
+async def know_plan(cluster: Cluster, eventually: Eventually, tenant: str, plan: str) -> None:
+    """Give a tenant a plan, and wait until routers know it."""
+    await set_plans(cluster.local.store, f"[tenants.{tenant}]\n{plan}\ncontext_tokens = 100\n")
     for router in cluster.local.routers:
-        async with AsyncClient(router, "waits") as caller:
+        async with AsyncClient(router, tenant) as caller:
 
             async def knows_the_plan(caller: AsyncClient = caller) -> bool:
                 with suppress(ResourceExhaustedError):
@@ -264,6 +333,10 @@ async def test_lines_wait_for_a_quota(client: openai.AsyncOpenAI, cluster: Clust
                 return True
 
             await eventually(knows_the_plan)
+
+
+async def test_lines_wait_for_a_quota(client: openai.AsyncOpenAI, cluster: Cluster, eventually: Eventually) -> None:
+    await know_plan(cluster, eventually, "waits", "concurrent_streams = 2")
     waits = client.with_options(default_headers={"x-loraplex-tenant": "waits"})
     batch = await ended(waits, (await begun(waits, jsonl(*(chat_line(str(n), "hash", "Hi") for n in range(12))))).id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 12)
