@@ -7,11 +7,11 @@
 
     sums[row, output] = sum over segments of scale[output] * sum over columns of x[row, column] * (code - zero)
 
-Products are of float32, of pairs of bfloat16 columns (vdpbf16ps) or of tiles of bfloat16 (AMX, see tiles.py), as the
-processor has them: bfloat16 holds codes, less their zeros, exactly. Of 4 bits it is given the codes alone, which takes
-fewer instructions: zero * sum of x is subtracted from the sums of a segment, and the threads sum up x first. Both ways
-add the same numbers in the same order, whatever the number of rows: a row's bits do not depend on it. fixed_linear.py
-is for activations in fixed point.
+Products are of float32, of pairs of bfloat16 columns (vdpbf16ps), or of tiles of bfloat16 (AMX, see tiles.py), as the
+processor has them; codes are not multiplied as pairs: fixed_linear.py, with activations in fixed point, is faster.
+bfloat16 holds codes, less their zeros, exactly. Of 4 bits tiles are given the codes alone, which takes fewer
+instructions: zero * sum of x is subtracted from the sums of a segment, and the threads sum up x first. Both ways add
+the same numbers in the same order, whatever the number of rows: a row's bits do not depend on it.
 """
 
 from __future__ import annotations
@@ -85,11 +85,10 @@ from loraplex.kernels.weight_vectors import (
 
 # Maximum rows of a tile by products, where these are not AMX's: so many sums fit 16 registers of AVX2, or 32 of
 # AVX-512; and those of one that unpacks codes, which takes registers too.
-_ROWS, _UNPACKING_ROWS = {FLOATS: 6, PAIRS: 12}, {FLOATS: 4, PAIRS: 8}
+_ROWS, _UNPACKING_ROWS = {FLOATS: 6, PAIRS: 12}, {FLOATS: 4}
 # Maximum rows for which panels are unpacked in registers, by products and format: measured, others unpack them first.
 _DIRECT_ROWS: dict[int, dict[str, int]] = {
     FLOATS: {"float32": 12, "bfloat16": 12, "int8": 8, "int4": 8},
-    PAIRS: {"int8": 16, "int4": 16},
     TILES: {"int8": tiles.ROWS, "int4": tiles.ROWS},
     EMULATED: {"int8": tiles.ROWS, "int4": tiles.ROWS},
 }
@@ -102,17 +101,17 @@ _PAIRS_STEP = 8
 
 
 @emits()
-def multiply_codes(b, p, count, x, x_sums, weights, scales, zeros, sums):
+def multiply_codes(b, p, count, x, weights, scales, zeros, sums):
     """Write sums float32 [count, PANEL] for rows of x and a panel, which is unpacked in registers."""
     for rows in cases(b, count, range(1, _UNPACKING_ROWS.get(p.constant("of_products"), 0) + 1)):
-        _multiply_rows(b, p, rows, False, x, x_sums, weights, scales, zeros, sums)
+        _multiply_rows(b, p, rows, False, x, weights, scales, zeros, sums)
 
 
 @emits()
-def multiply_unpacked(b, p, count, x, x_sums, weights, scales, zeros, sums):
+def multiply_unpacked(b, p, count, x, weights, scales, zeros, sums):
     """Write the same for a panel that `unpack` wrote, or whose format is that of the products."""
     for rows in cases(b, count, range(1, _ROWS.get(p.constant("of_products"), 0) + 1)):
-        _multiply_rows(b, p, rows, True, x, x_sums, weights, scales, zeros, sums)
+        _multiply_rows(b, p, rows, True, x, weights, scales, zeros, sums)
 
 
 def _zeros_are_last(p: KernelArgs) -> bool:
@@ -143,7 +142,6 @@ def _multiply_rows(
     rows: int,
     unpacked: bool,
     x: Any,
-    x_sums: Any,
     weights: Any,
     scales: Any,
     zeros: Any,
@@ -151,39 +149,33 @@ def _multiply_rows(
 ) -> None:
     pairs = p.constant("of_products") != FLOATS
     code = (BFLOAT16 if pairs else FLOAT32) if unpacked else p.constant("of_format")
-    zeros_last = _zeros_are_last(p)
-    has_zeros = p.constant("of_zeros") > 1 and not unpacked and not zeros_last
+    has_zeros = p.constant("of_zeros") > 1 and not unpacked
     has_scales = p.constant("of_scales") > 1
     unit, unit_bytes = unit_sizes(code)
     step = max(unit, _PAIRS_STEP) if pairs else unit
-    x_bytes, scale_step, sum_bytes = (p.load(name) for name in ("x_bytes", "scale_step", "sum_bytes"))
+    x_bytes, scale_step = map(p.load, ("x_bytes", "scale_step"))
     lines = [b.add(x, b.mul(x_bytes, int64(row))) for row in range(rows)]
     totals, parts = TileSums(b, F32, rows), TileSums(b, F32, rows)
     totals.clear()
     with each_segment(b, p) as (first, stop, number):
         parts.clear()
         of_segment = b.mul(number, scale_step)
-        at_zeros = b.add(zeros, of_segment)
-        zero_points = _load_panel(b, at_zeros) if has_zeros else [None for _ in HALVES]
+        zero_points = _load_panel(b, b.add(zeros, of_segment)) if has_zeros else [None for _ in HALVES]
         with cgutils.for_range_slice(b, first, stop, int64(step), I64) as (index, _):
             address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
-            if not unpacked or (pairs and code == p.constant("of_format")):
+            if not unpacked or pairs:
                 fetch(b, address, AHEAD, step // unit * unit_bytes)
             offset = b.mul(index, int64(2 if pairs else 4))
             of_rows = [b.add(line, offset) for line in lines]
             for at in range(0, step, unit):
                 here = b.add(address, int64(at // unit * unit_bytes))
                 if pairs:
-                    _add_pairs(b, code, here, zero_points, [b.add(line, int64(2 * at)) for line in of_rows], parts)
+                    _add_pair(b, here, [b.add(line, int64(2 * at)) for line in of_rows], parts)
                 else:
                     _add_unit(b, code, here, zero_points, of_rows, parts)
         scale = _load_panel(b, b.add(scales, of_segment)) if has_scales else None
-        zero = _load_panel(b, at_zeros) if zeros_last else None
         for row, half in totals.places:
             part = parts[row, half]
-            if zero is not None:
-                of_row = b.add(b.mul(sum_bytes, int64(row)), b.mul(number, int64(4)))
-                part = _less_zeros(b, part, zero[half], b.add(x_sums, of_row))
             if scale is not None:
                 part = b.fmul(part, scale[half], flags=CONTRACT)
             totals[row, half] = b.fadd(totals[row, half], part, flags=CONTRACT)
@@ -214,15 +206,13 @@ def _add_unit(b: Any, code: int, address: Any, zeros: list[Any], lines: list[Any
                 parts[row, half] = b.fadd(parts[row, half], product, flags=CONTRACT)
 
 
-def _add_pairs(b: Any, code: int, address: Any, zeros: list[Any], lines: list[Any], parts: TileSums) -> None:
-    """Add a unit's products with the rows' bfloat16 at `lines`, two columns at a time."""
-    halves = [load_half(b, code, address, half) for half in HALVES]
-    for pair in range(unit_sizes(code)[0] // 2):
-        words = [pair_of(b, code, half, pair, zero) for half, zero in zip(halves, zeros, strict=True)]
-        for row, line in enumerate(lines):
-            of_row = broadcast(b, load(b, line, 4 * pair, I32, 4), V)
-            for half in HALVES:
-                parts[row, half] = dot_pairs(b, parts[row, half], of_row, words[half])
+def _add_pair(b: Any, address: Any, lines: list[Any], parts: TileSums) -> None:
+    """Add the products of two columns of a panel and of the rows, all bfloat16."""
+    words = [load_half(b, BFLOAT16, address, half)[0] for half in HALVES]
+    for row, line in enumerate(lines):
+        of_row = broadcast(b, load(b, line, 0, I32, 4), V)
+        for half in HALVES:
+            parts[row, half] = dot_pairs(b, parts[row, half], of_row, words[half])
 
 
 @emits()
@@ -337,7 +327,7 @@ def plan(format_name: str, columns: int, segment: int, products: int) -> tuple[t
     Returns the kernel's parameters from `direct` on, and the float32 of a thread's scratch.
     """
     unpacks = FORMATS[format_name] != (FLOAT32 if products == FLOATS else BFLOAT16)
-    direct = _DIRECT_ROWS[products].get(format_name, 0)
+    direct = _DIRECT_ROWS.get(products, {}).get(format_name, 0)
     panel_bytes = columns * PANEL * (4 if products == FLOATS else 2)
     block = max(1, _PASSED_BYTES // panel_bytes)
     most = tiles.ROWS
@@ -388,9 +378,9 @@ def _sum(p, at, rows, row, panel, weights, direct, scratch):
     if uses_tiles(p):
         _sum_tiles(p, at, rows, x, x_sums, weights, scales, zeros, direct, scratch)
     elif direct:
-        multiply_codes(p, rows, x, x_sums, weights, scales, zeros, scratch)
+        multiply_codes(p, rows, x, weights, scales, zeros, scratch)
     else:
-        multiply_unpacked(p, rows, x, x_sums, weights, scales, zeros, scratch)
+        multiply_unpacked(p, rows, x, weights, scales, zeros, scratch)
 
 
 @kernel_part()

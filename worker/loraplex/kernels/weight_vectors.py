@@ -72,7 +72,7 @@ V = 16 if "+avx512f" in FEATURES else 8
 PANEL = PANEL_VECTORS * V
 # Whether the processor has the instruction of fixed_linear.py; LLVM ends the process where it has not.
 FIXED_POINT_COMPILES = ("+avx512bw" if V == 16 else "+avx2") in FEATURES
-# Whether the processor adds the products of four uint8 and int8: vpdpbusd, of AVX-512 VNNI.
+# Whether the processor has AVX-512 VNNI: it adds products of four uint8 and int8 (vpdpbusd) or two int16 (vpdpwssd).
 HAS_BYTES = V == 16 and "+avx512vnni" in FEATURES
 # What is added to int8 codes for these products.
 CODE_OFFSET = 128

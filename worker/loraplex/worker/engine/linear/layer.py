@@ -17,7 +17,7 @@ from loraplex.kernels import fixed_linear, tiles
 from loraplex.kernels import linear as float_linear
 from loraplex.kernels.panels import COLUMNS_STEP, SEGMENT_COLUMNS, Panels, groups_in_panels, in_panels, padded_columns
 from loraplex.kernels.threads import Workspace, run_on_all_threads
-from loraplex.kernels.weight_vectors import CODE_OFFSET, FLOATS, HAS_BYTES, INT4_SCALE, PANEL, ZERO_STEP
+from loraplex.kernels.weight_vectors import CODE_OFFSET, FLOATS, HAS_BYTES, INT4_SCALE, PAIRS, PANEL, ZERO_STEP
 from loraplex.worker.engine.device import dtype_name
 from loraplex.worker.engine.quantized.layers import AnyLinear
 from loraplex.worker.engine.quantized.weight import QuantizedWeight
@@ -212,7 +212,8 @@ def _products(panels: Panels, dtype: torch.dtype) -> int:
     """Return the products of a layer whose inputs are of `dtype`."""
     if dtype != torch.bfloat16 or panels.format == "float32":
         return FLOATS
-    return tiles.bfloat16_products(math.gcd(panels.columns, panels.segment))
+    products = tiles.bfloat16_products(math.gcd(panels.columns, panels.segment))
+    return FLOATS if products == PAIRS and panels.format != "bfloat16" else products
 
 
 class FixedLinear(PanelLayer):
@@ -229,14 +230,13 @@ class FixedLinear(PanelLayer):
         segments = -(-panels.columns // panels.segment)
         # The bytes of a row in fixed point, and of its factors and sums.
         row_bytes = panels.columns * (1 if panels.format == "uint8" else 2), segments * 8
-        self._tile = fixed_linear.tile_rows_of(panels.format)
-        self._row_bytes, self._scratch_floats = sum(row_bytes), self._tile * PANEL
+        self._row_bytes, self._scratch_floats = sum(row_bytes), fixed_linear.TILE_ROWS * PANEL
         self._integers_buffer = _integers(
             *(*self._places, panels.columns * dtype.itemsize, *row_bytes, segments * 4), self._scratch_floats * 4
         )
 
     def _own(self, rows: int) -> tuple[int, ...]:
-        return (fixed_linear.spread(rows, self._tile),)
+        return (fixed_linear.spread(rows),)
 
 
 def _struct(integers: str) -> Struct:

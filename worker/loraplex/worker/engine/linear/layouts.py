@@ -40,13 +40,13 @@ def laid_out(linear: AnyLinear, compute: torch.dtype) -> nn.Module | None:
 
     None: this processor has no kernel for the codes of a quantized weight. No weight is rounded. Inputs are rounded to
     8 bits where the scheme says so; and to 16 bits for codes in a model that has no more, where the processor has no
-    instructions for products of bfloat16: it takes three quarters of the time there.
+    AMX: with 32 rows it takes five sixths of the time of products of bfloat16, and three quarters of float32's.
     """
     if isinstance(linear, QuantizedLinear):
         if linear.weight.codes.is_floating_point():
             return None
         kind, bits = codes_name(linear), 8 if linear.weight.dynamic else 0
-        if not bits and compute == torch.bfloat16 and not multiplies_bfloat16() and _panels_work(kind, compute, 16):
+        if not bits and compute == torch.bfloat16 and not multiplies_tiles() and _panels_work(kind, compute, 16):
             bits = 16
         return panels(linear, compute, bits) if _panels_work(kind, compute, bits) else None
     stored = linear.weight.dtype
@@ -95,6 +95,15 @@ def multiplies_bfloat16() -> bool:
         return False
     products = tiles.bfloat16_products(tiles.COLUMNS)
     return products != weight_vectors.FLOATS and _panels_work("bfloat16", torch.bfloat16)
+
+
+def multiplies_tiles() -> bool:
+    """Tell whether the processor multiplies tiles of bfloat16."""
+    try:
+        from loraplex.kernels import tiles
+    except ImportError:
+        return False
+    return tiles.can_use_tiles()
 
 
 def panels_work(stored: torch.dtype, compute: torch.dtype) -> bool:
