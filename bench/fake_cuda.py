@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime import driver
 
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.worker.engine import torch_engine
@@ -65,6 +66,8 @@ class FakeCuda(TorchDispatchMode):
         self.streams = 0
         # Number of kernels that had been launched whenever the free memory was read.
         self.memory_reads: list[int] = []
+        # Number of kernels that had been launched when the last graph was captured.
+        self.captured_at = 0
         # Number of the thread's current device, on which Triton launches.
         self.current = 0
 
@@ -104,6 +107,11 @@ class FakeCuda(TorchDispatchMode):
         """Return the free bytes, and all bytes."""
         self.memory_reads.append(len(self.kernels))
         return FREE_BYTES, TOTAL_BYTES
+
+    def capture(self) -> AbstractContextManager[None]:
+        """Record a capture of a graph, before which torch empties its caches."""
+        self.captured_at = len(self.kernels)
+        return nullcontext()
 
     def launch(self, call: KernelCall) -> None:
         """Record a launch of a Triton kernel in place of it. Its tensors must be on the current device."""
@@ -219,7 +227,7 @@ def _found(device: FakeCuda, tensors: FakeTensorMode) -> Iterator[None]:
         "stream": lambda stream: nullcontext(),
         "Event": _Event,
         "CUDAGraph": _Graph,
-        "graph": lambda graph, **_: nullcontext(),
+        "graph": lambda graph, **_: device.capture(),
     }
 
     def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
@@ -233,6 +241,7 @@ def _found(device: FakeCuda, tensors: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(patch.object(torch, "empty", empty))
         stack.enter_context(patch.object(KernelCall, "launch", launch))
+        stack.enter_context(patch.object(driver, "_active", object()))
         stack.enter_context(tensors)
         stack.enter_context(device)
         stack.enter_context(_Indexing())

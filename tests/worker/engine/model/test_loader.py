@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -155,8 +156,12 @@ def three_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = {
         "init": None, "device_count": 3, "current_device": 2, "get_device_capability": (9, 0), "get_device_name": "H200"
     }  # fmt: skip
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    from triton.runtime import driver
+
     for name, value in devices.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(driver, "_active", object())
     monkeypatch.setenv("CC", "cc")
 
 
@@ -192,6 +197,19 @@ def test_an_older_gpu_and_a_missing_compiler_are_named(monkeypatch: pytest.Monke
         device_of("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(ModelUnusableError, match=r"'cuda:2' is H200, of compute capability 7\.5: use one of 8\.0"):
+        device_of("cuda")
+
+
+@pytest.mark.usefixtures("three_devices")
+def test_what_triton_cannot_compile_is_said_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler without headers, or a folder that cannot be written to, would end three engines."""
+    from triton.runtime import driver
+
+    def start(_: Any) -> None:
+        raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+
+    monkeypatch.setattr(type(driver), "active", property(start))
+    with pytest.raises(ModelUnusableError, match=r"^Triton cannot compile for cuda:2: .*gcc.*; install gcc"):
         device_of("cuda")
 
 

@@ -13,6 +13,7 @@ from loraplex.contracts.artifacts.quantization import Quantization
 from loraplex.worker.engine import torch_engine
 from loraplex.worker.engine.model import loader
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
+from loraplex.worker.engine.quantized.stored import _Preparing, loading_options
 from loraplex.worker.engine.quantized.weight import QuantizedWeight, equal, quantize_weight
 from loraplex.worker.engine_api import ModelUnusableError
 from loraplex.worker.plan import PlanSettings, plan
@@ -65,6 +66,17 @@ def test_transformers_does_not_complain_of_layers_that_are_read_apart(
 ) -> None:
     load_model(str(tiny_llama.directory), quantize="int8")
     assert "UNEXPECTED" not in caplog.text
+
+
+def test_no_block_of_the_device_s_memory_is_reserved_for_all_weights(tiny_llama: Any) -> None:
+    """It would keep, for good, the holes of weights that are freed when layers are fused."""
+    from transformers.modeling_utils import get_total_byte_count
+
+    module, device = load_model(str(tiny_llama.directory)).module, torch.device("cuda")
+    options = loading_options(tiny_llama.directory, None, None, device)
+    places = {name: device for name, _ in module.named_parameters()}
+    assert sum(get_total_byte_count(module, places, None).values()) > 0
+    assert sum(get_total_byte_count(module, places, _Preparing(options["quantization_config"])).values()) == 0
 
 
 def test_memory_is_checked_by_the_bytes_of_the_scheme(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,7 @@ def load_part(
     runner = Runner(loaded, cache, lora, encoding, ahead=ahead, send=followers.send if followers else None)
     if on_cuda:
         runner.capture_decodes(limits, graphs=config.graphs)
+        run_first_steps(loaded, lora, encoding, config, again=True)
     else:
         runner.warm_up()
     return LoadedPart(loaded, base, lora, encoding, runner, limits, ahead)

@@ -30,8 +30,13 @@ _ADJUSTED = (SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, logit
 _LOGPROBS = 20
 
 
-def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding, config: EngineConfig) -> None:
-    """Run the largest step of each kind. Raises ModelUnusableError where one fails, or the memory is not enough."""
+def run_first_steps(
+    loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding, config: EngineConfig, *, again: bool = False
+) -> None:
+    """Run the largest step of each kind; `again`: the largest of all, once graphs are captured, which empties caches.
+
+    Raises ModelUnusableError where one fails, or the memory is not enough.
+    """
     int8 = config.kv_cache_dtype == INT8
     # All positions of all rows are in its scratch block: the numbers do not matter.
     cache = KvCache(
@@ -39,7 +44,8 @@ def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding
     )
     runner = Runner(loaded, cache, lora, encoding, ahead=True)
     try:
-        for batch in _batches(loaded, cache, config):
+        batches = _batches(loaded, cache, config)
+        for batch in [max(batches, key=lambda one: one.tokens)] if again else batches:
             if runner.sample(runner.launch(batch)).failures:
                 raise ModelUnusableError(f"no token could be sampled on {loaded.device}: the log above says why")
         torch.cuda.synchronize(loaded.device)

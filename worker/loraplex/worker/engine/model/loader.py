@@ -250,6 +250,16 @@ def _checked(device: torch.device) -> torch.device:
         raise ModelUnusableError(f"device {str(device)!r} is {name}: use one of 8.0 or later")
     if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
         raise ModelUnusableError("there is no C compiler, which Triton needs to launch kernels: install gcc, or set CC")
+    try:
+        from triton.runtime import driver
+
+        _ = driver.active  # compiles a module of C
+    except Exception as error:  # of the import, the compiler, the folder: they have no common class
+        why = " ".join(str(error).split())
+        raise ModelUnusableError(
+            f"Triton cannot compile for {device}: {why}; install gcc, the headers of C's library and Python (libc6-dev "
+            "python3-dev), and let TRITON_CACHE_DIR name a folder to write to"
+        ) from error
     return device
 
 

@@ -301,6 +301,13 @@ class _Preparing(HfQuantizer):
         device = self.quantization_config.device
         return device_map if device.type == "cpu" else {"": device}
 
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Return 0, so that transformers does not reserve one block of the device's memory for all weights.
+
+        Fusing layers frees their weights: holes in such a block would never be returned to the device.
+        """
+        return 0.0
+
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         names, plan = self.quantization_config.names, self.quantization_config.plan
         if names:
