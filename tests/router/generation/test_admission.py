@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -38,6 +38,7 @@ from loraplex.router.request import (
     Request,
     Stopping,
     Tool,
+    WeightedAdapter,
 )
 from loraplex.router.text.file_tokenizer import FileTokenizer
 from loraplex.router.text.tokenizer import HashTokenizer, PromptTokenizer
@@ -406,3 +407,59 @@ async def test_an_answer_whose_beginning_the_request_says_is_no_refusal(admissio
     requests = request, replace(request, grammar="x"), replace(request, echo=True)
     sides = [await admission.side_of(one) for one in requests]
     assert [one.refusal_phrases for one in sides if one is not None] == [("I cannot",), (), ()]
+
+
+INVOCATION = b"<check>"
+
+
+@pytest.fixture
+def activated(admission: Admission) -> Admission:
+    """An admission at whose store adapter `a` is an activated one."""
+    config = json.dumps({"alora_invocation_tokens": list(INVOCATION)}).encode()
+    resolved = ResolvedAdapter(ADAPTER, MANIFEST.digest)
+    store: Any = SimpleNamespace(config_of=AsyncMock(return_value=config), resolve=AsyncMock(return_value=resolved))
+    admission.store, admission.configs = store, AdapterConfigs(store)
+    return admission
+
+
+async def test_the_last_invocation_of_a_prompt_is_the_jobs_and_a_resumed_ones(activated: Admission) -> None:
+    request = replace(REQUEST, prompt="is <check> it <check> right", adapter="a")
+    run = await activated.admit(request, None)
+    assert (run.job.adapter, run.job.invoked_at, run.inactive) == (ADAPTER, 14, None)
+    received = {0: Received(tuple(INVOCATION))}  # what was generated does not count
+    resumed = await activated.readmit(request, Resumption(PAYLOAD, received), None)
+    assert (resumed.job.adapter, resumed.job.invoked_at) == (ADAPTER, 14)
+    scored = await activated.admit(replace(request, scored_from=20), None)
+    assert scored.job.invoked_at == 3
+    assert (await activated.admit(replace(request, adapter=""), None)).job.invoked_at is None
+
+
+async def test_a_prompt_that_does_not_invoke_the_adapter_is_the_bases_if_the_request_allows_it(
+    activated: Admission,
+) -> None:
+    request = replace(REQUEST, adapter="a")
+    error = await refusal(activated, request)
+    what = f"the adapter's invocation '<check>', tokens {list(INVOCATION)}"
+    assert error.reason == "NOT_INVOKED"
+    assert str(error) == f"prompt: does not have {what}; add it, or allow_inactive has the base model answer"
+    request = replace(request, allow_inactive=True)
+    run = await activated.admit(request, None)
+    assert (run.job.adapter, run.job.invoked_at, run.inactive) == (None, None, ADAPTER)
+    resumed = await activated.readmit(request, Resumption(PAYLOAD), None)
+    assert (resumed.job.adapter, resumed.inactive) == (None, ADAPTER)
+
+
+async def test_an_invocation_that_has_other_tokens_in_the_prompt_is_told_from_none(activated: Admission) -> None:
+    config = json.dumps({"alora_invocation_tokens": [300]}).encode()
+    activated.configs = AdapterConfigs(cast(Any, SimpleNamespace(config_of=AsyncMock(return_value=config))))
+    error = await refusal(activated, replace(REQUEST, prompt="is it <300>", adapter="a"))
+    assert str(error) == (
+        "prompt: has the text of the adapter's invocation '<300>', tokens [300], in other tokens; separate it from its "
+        "neighbours, send token_ids, or allow_inactive has the base model answer"
+    )
+
+
+async def test_an_activated_adapter_is_no_part_of_a_weighted_set(activated: Admission) -> None:
+    error = await refusal(activated, replace(REQUEST, adapters=(WeightedAdapter("a", 0.5),)))
+    why = "is an activated adapter, which no weighted set can have; name it alone"
+    assert str(error) == f"adapters: {ADAPTER.revision} {why}"

@@ -62,8 +62,8 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
             engine.limits.rows, engine.limits.max_tokens, runner._cache, torch.device("cpu")
         )
     made: dict[str, tuple[list[int], list[list[float]]]] = {}
-    for name, (prompt, tokens, adapter) in case["requests"].items():
-        source = AdapterSource(adapter, adapter) if adapter else None
+    for name, (prompt, tokens, adapter, invocation, invoked_at) in case["requests"].items():
+        source = AdapterSource(adapter, adapter, invocation=tuple(invocation)) if adapter else None
         every = engine.limits.vocab_size
         engine.add_sequence(
             NewSequence(
@@ -73,6 +73,7 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
                 stopping=StoppingParams(tokens),
                 logprobs=every,
                 prompt_logprobs=every,
+                invoked_at=invoked_at,
             )
         )
         made[name] = [], []

@@ -33,6 +33,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
 }  # fmt: skip
+ACTIVATED: dict[str, dict[str, Any]] = {
+    "activated": {
+        "r": 3,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "down_proj"],
+        "alora_invocation_tokens": [4, 5],
+    },
+}
 # Of transposed experts, whose gates are interleaved and which have biases, and of plain ones.
 EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
     "some": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"],
@@ -83,7 +91,13 @@ def case(oracle: PeftOracle, chosen: Any, buffers: bool, **settings: Any) -> Cas
     """Make an engine's case of an oracle's adapters and prompts: more adapters than slots, prompts in chunks."""
     asked = {f"{i}: {name}": (name, oracle.request(f"{i}", prompt, 2, name)) for i, (name, prompt) in enumerate(chosen)}
     requests = {
-        key: (request.prompt_ids, request.stopping.max_tokens, request.adapter and request.adapter.directory)
+        key: (
+            request.prompt_ids,
+            request.stopping.max_tokens,
+            request.adapter and request.adapter.directory,
+            request.adapter and request.adapter.invocation,
+            request.invoked_at,
+        )
         for key, (_, request) in asked.items()
     }
     settings = {"model": str(oracle.directory), "settings": SETTINGS | settings, "requests": requests}
@@ -97,14 +111,14 @@ def drawn(names: list[str | None]) -> list[tuple[str | None, list[int]]]:
     return list(zip(names, prompts, strict=False))
 
 
-EVERY = drawn([*CONFIGS, None, "all"])
+EVERY = [*drawn([*CONFIGS, None, "all"]), ("activated", [3, 8, 15, 4, 5, 9])]
 OF_EXPERTS = drawn([*EXPERT_CONFIGS, None, "some"])
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Interpreted:
     """Run the kernels, and the engine with every kind of adapter. Qwen2 has biases on q, k and v alone."""
-    exact = PeftOracle("qwen2", tmp_path_factory.mktemp("oracles") / "exact", CONFIGS, shape=SHAPE)
+    exact = PeftOracle("qwen2", tmp_path_factory.mktemp("oracles") / "exact", CONFIGS | ACTIVATED, shape=SHAPE)
     cases = [case(exact, EVERY, True, ahead=True)]
     return interpret(["lora", "attention", "sampling", "row", "product"], cases)
 
