@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ class BareEngine:
         self._engine.close()
 
     def _sequence(self, name: str, request: Request, sampling: SamplingParams) -> NewSequence:
+        at = request.invoked_at
         adapter = None if request.adapter is None else self._adapters[request.adapter]
+        if adapter is not None and at:
+            adapter = replace(adapter, invocation=request.prompt_ids[at : at + 1])
         stopping = StoppingParams(request.tokens)
-        return NewSequence(name, request.prompt_ids, adapter=adapter, sampling=sampling, stopping=stopping)
+        return NewSequence(
+            name, request.prompt_ids, adapter=adapter, sampling=sampling, stopping=stopping, invoked_at=at
+        )

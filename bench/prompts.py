@@ -4,7 +4,8 @@ Tokens of prompts a second, from the arrival of a run's prompts to the last one'
 without adapters and with 8, in float32, in the dtype that is picked for a bfloat16 model, and over weights of 8 bits,
 with inputs rounded or not. With `--peer FOLDER` vLLM's CPU build, which is installed in that folder, answers the same
 prompts without adapters in each of its dtypes (bench.quantized has it with adapters). The peak memory is that of a
-process of its own.
+process of its own. The first token of adapters that check a conversation of 2,000 tokens, which the base has answered:
+of ordinary ones, and of activated ones.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ AIMS = {
     "prompt_of_ceiling": Aim(at_least=0.5),
     "mixed_prompt_over_base": Aim(at_least=0.85),
     "beside_decodes_over_alone": Aim(),
+    "activated_first_token_over_ordinary": Aim(at_most=0.15),
+    "five_activated_first_tokens_over_ordinary": Aim(),
     "peak_over_weights_mb": Aim(at_most=300),
     "int8_peak_over_weights_mb": Aim(at_most=300),
 }
@@ -58,6 +61,9 @@ _ENDLESS = 1000
 _DECODES, _DECODES_PROMPT = 8, 16
 _ALONE, _BESIDE = "", ", beside decodes"
 _BASE, _MIXED = "", f", {ADAPTERS} adapters"
+# Tokens of a conversation, and of its check with the invocation.
+_CONVERSATION, _CHECK = 2_000, 8
+_CHECKERS = 5
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
                     cases = cases_of(prompts, shape, ours, peers)
                     # Shorter prompts have warmed up for longer ones.
                     rounds.run(cases, prompts.rounds, between=meter.measure, first_turn=min(1, index))
+                rounds.run(checks_of(shape, ours["auto"]), setup.prompts[0].rounds, between=meter.measure, first_turn=1)
     rows = [*rounds.rows(), *meter.rows(), *(row for form, peak in peaks.items() for row in peak.rows(form))]
     return Report(
         name="prompts",
@@ -230,6 +237,26 @@ def cases_of(
     ]
 
 
+def checks_of(shape: ModelShape, engine: Answers) -> list[Case]:
+    """Return the cases of adapters that check a conversation which the base has answered: their first tokens."""
+
+    def check(count: int, *, activated: bool) -> Case:
+        def run(number: int) -> Timed:
+            (conversation,) = Workload(1, _CONVERSATION, 1, 1).draw(number, shape.vocabulary)
+            engine.run([conversation])
+            (end,) = Workload(1, _CHECK, 1, 1).draw(-number, shape.vocabulary)
+            prompt, at = conversation.prompt_ids + end.prompt_ids, _CONVERSATION if activated else 0
+            return engine.run([Request(prompt, 1, index, invoked_at=at) for index in range(count)])
+
+        return Case(_check_name(count, activated=activated), run)
+
+    return [check(1, activated=False), check(1, activated=True), check(_CHECKERS, activated=True)]
+
+
+def _check_name(count: int, *, activated: bool) -> str:
+    return f"{count} {'activated' if activated else 'ordinary'} after {_CONVERSATION} of the base"
+
+
 def _name(tokens: int, form: str, mixed: str = _BASE, where: str = _ALONE) -> str:
     return f"{tokens} tokens, {form}{mixed}{where}"
 
@@ -253,6 +280,10 @@ def ratios_of(setup: Setup, rounds: Rounds, meter: CeilingMeter) -> dict[str, fl
         "beside_decodes_over_alone": (_name(tokens, "auto", where=_BESIDE), base),
     }
     ratios = {key: rounds.ratio(ours, other) for key, (ours, other) in pairs.items() if other}
+    ordinary = rounds.runs[_check_name(1, activated=False)]
+    for key, count in (("activated_first_token_over", 1), ("five_activated_first_tokens_over", _CHECKERS)):
+        checks = zip(rounds.runs[_check_name(count, activated=True)], ordinary, strict=True)
+        ratios[f"{key}_ordinary"] = median(check.seconds / other.seconds for check, other in checks)
     of_ceiling = [limit_s(run.steps, setup.shape, RANK, ceilings) / run.seconds for run in rounds.runs[base]]
     return ratios | {"prompt_of_ceiling": median(of_ceiling)}
 

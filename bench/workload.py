@@ -13,13 +13,15 @@ _LONG_EVERY = 8
 class Request:
     """A prompt, the number of tokens to answer, and the adapter's number (None for the base model).
 
-    With a `json_schema`, which every answer keeps to, `tokens` is the maximum.
+    With a `json_schema`, which every answer keeps to, `tokens` is the maximum. With `invoked_at` the adapter is an
+    activated one, and this id of the prompt its invocation.
     """
 
     prompt_ids: tuple[int, ...]
     tokens: int
     adapter: int | None = None
     json_schema: str | None = None
+    invoked_at: int = 0
 
 
 @dataclass(frozen=True)

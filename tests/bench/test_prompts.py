@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from bench.ceilings import CeilingMeter, CeilingSize
-from bench.models import TINY, save_model
-from bench.prompts import PromptEngine, Prompts, Setup, cases_of, ratios_of
+from bench.models import TINY, save_adapter, save_model
+from bench.prompts import PromptEngine, Prompts, Setup, cases_of, checks_of, ratios_of
 from bench.rounds import Case, Rounds, Timed
 from bench.vllm_peer import start_peers
 from bench.workload import Request, Workload, answered_tokens
@@ -52,6 +52,14 @@ def test_prompts_are_timed_and_the_decodes_beside_them_are_not(engine: PromptEng
 
 
 @pytest.mark.model
+def test_activated_adapters_find_what_the_base_has_computed(tmp_path: Path) -> None:
+    adapters = [save_adapter(TINY, 4, tmp_path / f"a{index}", seed=index) for index in range(5)]
+    with closing(PromptEngine(save_model(TINY, tmp_path / "model"), adapters, rows=6, kv_blocks=400)) as engine:
+        for case, computed in zip(checks_of(TINY, engine), (2_008, 8, 40), strict=True):
+            assert sum(step.tokens for step in case.run(1 + computed).steps) == computed
+
+
+@pytest.mark.model
 def test_the_faster_dtype_of_the_peer_counts() -> None:
     setup = Setup(TINY, (Prompts(64, 1, 1, 1), Prompts(512, 1, 1, 1)), ceilings=CeilingSize(2**20, 8))
     speeds = {"auto": 300, "auto, 8 adapters": 270, "auto, beside decodes": 150, "int8": 240, "int8-dynamic": 450}
@@ -63,6 +71,7 @@ def test_the_faster_dtype_of_the_peer_counts() -> None:
 
     cases = [case(name, tokens) for name, tokens in speeds.items()]
     rounds.run(cases, 1, between=meter.measure)
+    rounds.run(checks_of(TINY, Waiting()), 1)
     ratios = ratios_of(setup, rounds, meter)
     assert ratios.pop("prompt_of_ceiling") == 0.0
     assert ratios == {
@@ -72,7 +81,16 @@ def test_the_faster_dtype_of_the_peer_counts() -> None:
         "int8_dynamic_over_bfloat16": 1.5,
         "mixed_prompt_over_base": 0.9,
         "beside_decodes_over_alone": 0.5,
+        "activated_first_token_over_ordinary": 0.25,
+        "five_activated_first_tokens_over_ordinary": 0.5,
     }
+
+
+class Waiting:
+    """An engine that takes longest for an ordinary adapter, and longer for several."""
+
+    def run(self, requests: Sequence[Request]) -> Timed:
+        return Timed(1, 4.0 if not requests[0].invoked_at else min(len(requests), 2))
 
 
 class Counting:
