@@ -16,6 +16,7 @@ from loraplex.tool_calls.values import is_unicode, json_of, typed
 _SPACE = frozenset(" \t\r\n")
 # Keys that a call without a mark may have beside its name and arguments: any other object is an answer in JSON.
 _OTHER_KEYS = ("type", "id")
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_.-")
 _NAME_LENGTH = 128
 # Maximum number of characters between a name and the mark in front of its arguments.
@@ -27,6 +28,14 @@ _ID_LENGTH = 9
 
 class _BrokenError(Exception):
     """The next characters can't come there in a call; they are to be read again."""
+
+
+def _follow(character: str, ends: list[str]) -> None:
+    """Note what closes the brackets that are open, the last one last. Raises _BrokenError for what closes another."""
+    if character in _CLOSING:
+        ends.append(_CLOSING[character])
+    elif character in _CLOSING.values() and (not ends or ends.pop() != character):
+        raise _BrokenError(character)
 
 
 class CallReader(NoCalls):
@@ -220,10 +229,10 @@ class CallReader(NoCalls):
     def _read_literal(self, end: str) -> Reading:
         """Return a literal up to the comma behind it, or the end of the arguments."""
         quotes = (self._form.quote,) if self._form.quote else ('"', "'")
-        text, quote, depth, escaped = "", "", 0, False
+        text, quote, ends, escaped = "", "", list[str](), False
         while True:
             character = yield from self.one()
-            if not quote and not depth and character in (",", end):
+            if not quote and not ends and character in (",", end):
                 self.push_back(character)
                 return text.strip()
             text += character
@@ -231,26 +240,24 @@ class CallReader(NoCalls):
                 quote = "" if text.endswith(quote) and not escaped else quote
                 escaped = not escaped and character == "\\" and not self._form.quote
             elif not (quote := next((one for one in quotes if text.endswith(one)), "")):
-                depth += (character in "([{") - (character in ")]}")
+                _follow(character, ends)
 
     def _read_value(self, character: str, tell: Callable[[str], None]) -> Reading:
         """Read a JSON value by its brackets and quotes; the character behind a number is read again."""
-        depth, in_string, escaped = 0, False, False
+        ends, in_string, escaped = list[str](), False, False
         while True:
-            if not in_string and not depth and character in ",}":
+            if not in_string and not ends and character in ",}":
                 self.push_back(character)
                 return ""
+            if not in_string:
+                _follow(character, ends)
             tell(character)
             if in_string:
                 in_string = escaped or character != '"'
                 escaped = not escaped and character == "\\"
             elif character == '"':
                 in_string = True
-            elif character in "{[":
-                depth += 1
-            elif character in "}]":
-                depth -= 1
-            if not depth and not in_string and character in '"}]':
+            if not ends and not in_string and character in '"}]':
                 return ""
             character = yield from self.one()
 

@@ -465,6 +465,21 @@ def test_what_follows_a_broken_call_is_text_to_its_last_character() -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "call", "told", "rest"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"a": [1', '{"a": [1', "}]}"),
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": ', "", "]}"),
+        ("pythonic", "[weather(city=[1", '{"city": ', ")]"),
+        ("gemma4", "<|tool_call>call:weather{city:{a:[1", '{"city": ', "}}"),
+    ],
+)
+def test_a_bracket_that_closes_another_breaks_the_call(family: str, call: str, told: str, rest: str) -> None:
+    for pieces in ([call + rest], [*call, *rest]):
+        found = read(form_of(family, asked()), pieces)
+        assert (found.text.strip(), found.calls) == (rest, [("weather", told)])
+
+
+@pytest.mark.parametrize(
     ("family", "text"),
     [
         ("hermes", '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'),
