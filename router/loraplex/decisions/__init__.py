@@ -117,11 +117,21 @@ def with_question(spec: pb.GenerateSpec, question: Question) -> tuple[pb.Generat
 
 @dataclass(frozen=True, slots=True)
 class _Asking:
-    """A question that may run: the request whose prompt asks it, in ids, and the ids of its labels."""
+    """A question that may run: its request without the prompt, and the ids of the prompt and of its labels.
+
+    The prompt begins with `shared` ids of the first question's, which are kept once.
+    """
 
     request: Request
-    prompt_ids: tuple[int, ...]
+    first_ids: tuple[int, ...]
+    shared: int
+    own_ids: tuple[int, ...]
     labels: Sequence[tuple[int, ...]]
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Return the ids of its prompt."""
+        return (*self.first_ids[: self.shared], *self.own_ids)
 
     @property
     def scored(self) -> list[int]:
@@ -131,8 +141,9 @@ class _Asking:
     @property
     def prompt_tokens(self) -> int:
         """Return the prompt tokens of its jobs."""
-        scored = [len(self.prompt_ids) + len(self.labels[index]) for index in self.scored]
-        return sum(scored) + len(self.prompt_ids) * (len(scored) < len(self.labels))
+        prompt = self.shared + len(self.own_ids)
+        scored = [prompt + len(self.labels[index]) for index in self.scored]
+        return sum(scored) + prompt * (len(scored) < len(self.labels))
 
 
 def _check_labels(question: Question, labels: Sequence[tuple[int, ...]]) -> None:
@@ -157,6 +168,12 @@ async def _temperature(service: InferenceService, tenant: str, facts: Facts) -> 
         message = f"has no calibration{base}; run `loraplex adapters calibrate`, or leave calibrated unset"
         raise Mismatch(revision, message, reason="NO_CALIBRATION")
     return temperature
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the number of ids that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 
 
 class _Call:
@@ -187,27 +204,31 @@ class _Call:
                 raise InvalidField(question.fields[int(place)], error.message.partition(": ")[2]) from error
             _check_labels(question, ids)
             facts = Facts(request_id=request_id, model=model, adapter_revision=revision)
-            prepared.append(_Asking(replace(request, request_id=f"{request_id}.{index}"), prompt_ids, ids))
+            if not prepared:
+                first_prompt, first_ids = request.prompt, prompt_ids
+            shared = _shared(first_ids, prompt_ids)
+            kept = replace(request, request_id=f"{request_id}.{index}", prompt=())
+            prepared.append(_Asking(kept, first_ids, shared, prompt_ids[shared:], ids))
         # The input with the first question; the others go on with the same input.
-        await service.generation.check_prompt(prepared[0].request, [question.text for question in questions[1:]])
+        first = replace(prepared[0].request, prompt=first_prompt)
+        await service.generation.check_prompt(first, [question.text for question in questions[1:]])
         return prepared, facts
 
     async def ask(self, asking: _Asking, budget: CallBudget | None) -> tuple[list[float], Summary]:
         """Return the log probabilities of a question's labels and what they took."""
         logprobs, summaries, request = dict[int, float](), list[Summary](), asking.request
+        prompt_ids = asking.prompt_ids
         read = [index for index, ids in enumerate(asking.labels) if len(ids) == 1]
         if read:
             ids = tuple(asking.labels[index][0] for index in read)
-            found, summary = await first_logprobs(
-                self._service, request, asking.prompt_ids, ids, self._left_s(), budget
-            )
+            found, summary = await first_logprobs(self._service, request, prompt_ids, ids, self._left_s(), budget)
             logprobs |= zip(read, found, strict=True)
             summaries.append(summary)
         scored = asking.scored
         while scored:  # the first alone, where none was read
             first, scored = (scored[:1], scored[1:]) if not summaries else (scored, [])
             request = with_revision(request, summaries[0]) if summaries else request
-            parts = [continuation_request(request, index, asking.prompt_ids, asking.labels[index]) for index in first]
+            parts = [continuation_request(request, index, prompt_ids, asking.labels[index]) for index in first]
             runs = [partial(self._score, part, budget) for part in parts]
             for index, (score, summary) in zip(first, await run_some_at_once(runs, CONTINUATIONS_AT_ONCE), strict=True):
                 logprobs[index] = sum(score.logprobs)

@@ -21,7 +21,7 @@ from loraplex.router.request import Message, PromptLogprobs, Request, Summary
 from loraplex.router.text.file_tokenizer import FileTokenizer
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import CallError, InvalidField, Unavailable
-from tests.router.small_tokenizers import files_of, tokenizer_of
+from tests.router.small_tokenizers import KINDS, SAMPLE, files_of, tokenizer_of
 
 REVISION = "tenants/acme/adapters/a/revisions/sha256:1"
 
@@ -85,7 +85,8 @@ def scoring(answers: Any) -> UnaryCalls:
         async def prompt_ids(self, request: Request) -> tuple[int, ...]:
             assert isinstance(request.prompt, str)
             field, tenant = request.prompt_field, request.tenant
-            return await self.prompts.tokenize(model.tokenizer, request.prompt, field, tenant, 40)
+            context = model.manifest.context_length
+            return await self.prompts.tokenize(model.tokenizer, request.prompt, field, tenant, context)
 
     return UnaryCalls(answers, Unresolved(models, nothing, nothing, "here", RelayReach(), PromptTokenizer(1)))
 
@@ -129,6 +130,31 @@ async def test_each_continuation_is_a_request_of_the_first_one_s_revision(
     assert answers.reserved_tokens[0] == sum(len(prompt) + len(score.token_ids) for score in scores)
     assert summary.request_id == "r"
     assert summary.cached_tokens == 4 * len(given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_long_prompt_is_tokenized_once_for_all_continuations(
+    scoring: UnaryCalls, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    admission = scoring._admission
+    model: Any = (await admission._resolve(request()))[0]
+    model.tokenizer, model.manifest.context_length = FileTokenizer(files_of(kind)), 10_000
+    texts, tokenize = list[str](), admission.prompts.tokenize
+
+    async def noted(tokenizer: Any, text: str, *more: Any) -> Any:
+        texts.append(text)
+        return await tokenize(tokenizer, text, *more)
+
+    monkeypatch.setattr(admission.prompts, "tokenize", noted)
+    endings = [" brown", " fox jumps", "ick", ",", "<|end|>", " 日本語"]
+    prompt = f"{SAMPLE * 20}Answer:"
+    prompt_ids, found, _, _ = await admission.continuation_ids(request(prompt), endings)
+    assert sum(len(text) > 1000 for text in texts) <= 1
+    encoded = tokenizer_of(kind).encode
+    for ending, ids in zip(endings, found, strict=True):
+        whole = tuple(encoded(prompt + ending).ids)
+        assert whole[: len(prompt_ids)] == prompt_ids, "the prompt's last token would change"
+        assert ids == whole[len(prompt_ids) :]
 
 
 async def test_a_continuation_that_fails_ends_the_call_and_the_others(scoring: UnaryCalls, answers: Answers) -> None:
