@@ -280,7 +280,14 @@ def fetch_add(b, counter):
 
 
 @emits(types.int64)
-def _load_counter(b, counter):
+def compare_exchange(b, counter, expected, number):
+    """Atomically set a counter to a number if it is the expected one, and return its old value."""
+    pointer = b.inttoptr(counter, I64.as_pointer())
+    return b.extract_value(b.cmpxchg(pointer, expected, number, "seq_cst", "seq_cst"), 0)
+
+
+@emits(types.int64)
+def load_counter(b, counter):
     """Atomically load a counter; sequentially consistent, so all writes before its increments are visible."""
     return b.load_atomic(b.inttoptr(counter, I64.as_pointer()), "seq_cst", 8)
 
@@ -295,7 +302,7 @@ def _yield_thread(b):
 def wait_for(counter, least):
     """Wait until a counter is `least` or more: a short time, unless the system has taken another thread's core."""
     spins = 0
-    while _load_counter(counter) < least:
+    while load_counter(counter) < least:
         spins += 1
         if spins > _SPINS:
             _yield_thread()

@@ -1,10 +1,11 @@
 """A step of all decoder layers as one call: the calls of their kernels, recorded, and made one after the other in C.
 
     thread 1   norm │ q|k|v   │ rotate │ attention │ o    │ ...
-    thread 2   norm │ q|k|v   │ rotate │ attention │ o    │ ...
-                    └── a thread waits until all have made the call, and the last of them zeroes the kernels' counters
+    thread 2        │ q|k|v   │        │ attention │ o    │ ...
+                    └── the last thread that leaves a call ends it, and zeroes the kernels' counters
 
-Between two kernels pass less than a microsecond, where a call from Python takes 10 to 20.
+Threads that are in a call share its work. One that comes later, because other processes had its core, goes on with the
+call that is made then. Between two kernels pass less than a microsecond, where a call from Python takes 10 to 20.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ from functools import cache
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import carray
 from numpy.typing import NDArray
 
 from loraplex.kernels.compilation import Kernel, compile_kernel
-from loraplex.kernels.llvm import I32, I64, emits, fetch_add, int64_pointer, kernel_part, wait_for
-from loraplex.kernels.threads import ThreadCall, team_size
+from loraplex.kernels.llvm import (
+    I64,
+    compare_exchange,
+    emits,
+    fetch_add,
+    int64_pointer,
+    kernel_part,
+    load_counter,
+    wait_for,
+)
+from loraplex.kernels.threads import ThreadCall
 
-_INTEGERS = "table count arrived released entered zeroes zeroed team"
+# `inside` are the numbers of threads that are in each call, `ended` is the number of calls that have ended.
+_INTEGERS = "table count inside ended zeroes zeroed"
+# The number of threads in a call that has ended.
+_ENDED = -1
 
 
 class Program:
@@ -38,8 +51,8 @@ class Program:
         lines = [(call.function, place, call.alone) for call, place in zip(calls, places.tolist(), strict=True)]
         self._table = np.array(lines, np.int64)
         self.arguments[:] = [as_integers(call, size // 8) for call in calls]
-        # Threads that have made each call; then the number of calls that all have made, and the threads that began.
-        self._progress = np.zeros(len(calls) + 2, np.int64)
+        # The numbers `inside`, and behind them `ended`.
+        self._progress = np.zeros(len(calls) + 1, np.int64)
 
     def run(self, counters: Sequence[NDArray[np.int64]]) -> None:
         """Make the calls; `counters` are those of all kernels, which are zero for each call."""
@@ -48,26 +61,13 @@ class Program:
             one[:] = 0
         self._progress[:] = 0
         progress = self._progress.ctypes.data
-        released = progress + 8 * self._length
-        _compiled().run(
-            *(self._table.ctypes.data, self._length, progress, released, released + 8),
-            *(zeroes.ctypes.data, len(zeroes), _team()),
-        )
+        ended = progress + 8 * self._length
+        _compiled().run(self._table.ctypes.data, self._length, progress, ended, zeroes.ctypes.data, len(zeroes))
 
 
 def as_integers(call: ThreadCall, length: int) -> NDArray[np.int64]:
     """Return a call's argument as 64-bit integers, with zeros behind it."""
     return np.frombuffer(call.argument.ljust(8 * length, b"\0"), np.int64)
-
-
-def can_run() -> bool:
-    """Tell whether threads can learn how many they are: without, they could not wait for each other."""
-    return _team() != 0
-
-
-@cache
-def _team() -> int:
-    return team_size()
 
 
 @cache
@@ -82,13 +82,6 @@ def _call(b, function, argument):
     b.call(b.inttoptr(function, kind.as_pointer()), [argument])
 
 
-@emits(types.int64)
-def _count(b, function):
-    """Call a C function without parameters that returns an int."""
-    kind = ir.FunctionType(I32, [])
-    return b.sext(b.call(b.inttoptr(function, kind.as_pointer()), []), I64)
-
-
 @kernel_part()
 def _zero(at):
     lines = carray(int64_pointer(at.zeroes), (at.zeroed, 2))
@@ -98,16 +91,37 @@ def _zero(at):
             counters[counter] = 0
 
 
+@kernel_part()
+def _enter(inside, alone):
+    """Tell whether this thread is in a call from now on: it has not ended, and another is not alone in it."""
+    while True:
+        threads = load_counter(inside)
+        if threads == _ENDED or (alone and threads):
+            return False
+        if compare_exchange(inside, threads, threads + 1) == threads:
+            return True
+
+
+@kernel_part()
+def _leave(inside):
+    """Tell whether this thread was the last in a call, which has ended by that."""
+    while True:
+        threads = load_counter(inside)
+        others = threads - 1 if threads > 1 else _ENDED
+        if compare_exchange(inside, threads, others) == threads:
+            return others == _ENDED
+
+
 def _run(p):
     at = carray(p, 1)[0]
-    team = _count(at.team)
-    number = fetch_add(at.entered)
     table = carray(int64_pointer(at.table), (at.count, 3))
-    for index in range(at.count):
-        if number == 0 or table[index, 2] == 0:
+    index = 0
+    while index < at.count:
+        inside = at.inside + 8 * index
+        if _enter(inside, table[index, 2]):
             _call(table[index, 0], table[index, 1])
-        if fetch_add(at.arrived + 8 * index) == team - 1:
-            _zero(at)
-            fetch_add(at.released)
-        else:
-            wait_for(at.released, index + 1)
+            if _leave(inside):
+                _zero(at)
+                fetch_add(at.ended)
+        wait_for(at.ended, index + 1)
+        index = load_counter(at.ended)

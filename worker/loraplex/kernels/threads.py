@@ -56,16 +56,6 @@ def recorded_calls() -> Iterator[list[ThreadCall]]:
         _recorder.calls = before
 
 
-def team_size() -> int:
-    """Return the address of the C function that tells a thread how many are called with it; 0 if only one ever is."""
-    if _parallel() is None:
-        return 0
-    try:
-        return ctypes.cast(ctypes.CDLL(None).omp_get_num_threads, ctypes.c_void_p).value or 0
-    except AttributeError:
-        return 0
-
-
 class _Recorder(threading.local):
     """The calls that a thread records; None where it makes them."""
 

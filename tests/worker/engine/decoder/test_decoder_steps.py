@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from loraplex.contracts.options import StoppingParams
+from loraplex.kernels import threads
 from loraplex.kernels.program import Program
 from loraplex.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
 from loraplex.kernels.weight_vectors import FLOATS
 from loraplex.worker.engine.decoder import recognition
+from loraplex.worker.engine.decoder.layer import RowOperators
 from loraplex.worker.engine.decoder.recognition import _SharedMemory
 from loraplex.worker.engine.linear.layer import PanelLinear, scratch_memory
 from loraplex.worker.engine.lora.cpu import CpuGroup, CpuStep
@@ -141,6 +143,22 @@ def test_a_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
         assert [type(module()).__name__ for module in modules if module() is not None] == []
     finally:
         gc.enable()
+
+
+def test_a_thread_that_comes_late_makes_no_call_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do calls that have ended wait for it: here one thread makes all of them before the other comes."""
+
+    def one_by_one(function: int, argument: bytes) -> None:
+        run_on_this_thread(function, argument)
+        run_on_this_thread(function, argument)
+
+    monkeypatch.setattr(threads, "run_on_all_threads", one_by_one)
+    operators, x, ones = RowOperators(torch.float32, shared=0), torch.ones(3, 40), torch.ones(3, 40)
+    with recorded_calls() as calls:
+        operators.add(x, ones, x)
+        operators.add(x, ones, x)
+    Program([calls[0], replace(calls[1], alone=True)]).run([operators.counter])
+    assert torch.equal(x, torch.full((3, 40), 3.0))
 
 
 def test_calls_are_recorded_by_the_thread_that_asks_for_it_alone() -> None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import activations
 
-from loraplex.kernels.program import Program, as_integers, can_run
+from loraplex.kernels.program import Program, as_integers
 from loraplex.kernels.threads import ThreadCall, recorded_calls
 from loraplex.worker.engine.attention.cpu import CpuPlan
 from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache, LayerCall, RandomAttention
@@ -146,7 +146,7 @@ class DecoderSteps:
         self._shared = _SharedMemory(dtype)
         self._slots = torch.empty(_MOST_TOKENS, dtype=torch.int64)
         self._programs: dict[object, _LayersProgram] = {}
-        self._has_programs = can_run() and len({layer.widths for layer in layers}) == 1
+        self._has_programs = len({layer.widths for layer in layers}) == 1
         self._cache: KvCache | None = None
         # The step whose layers are all computed, while the model still calls them.
         self._done: AttentionStep | None = None
