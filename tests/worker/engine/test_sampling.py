@@ -9,7 +9,7 @@ import torch
 
 from loraplex.contracts.options import SamplingParams
 from loraplex.worker.engine.sampling import step
-from loraplex.worker.engine.sampling.sampler import Draw, gumbel_noise, row_key
+from loraplex.worker.engine.sampling.sampler import Draw, best_of_rows, best_with_torch, gumbel_noise, row_key
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,6 +141,22 @@ def test_rows_that_are_not_numbers_are_told_apart() -> None:
     for fields in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"temperature": 1.0, "top_p": 0.5}):
         ids = sample(rows.clone(), draws(5, **fields))
         assert [token < 0 for token in ids] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 17, 130, 50_257])
+def test_the_kernel_chooses_the_first_of_the_largest_as_torch_does(dtype: torch.dtype, vocab: int) -> None:
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+    logits[1, vocab // 2 :: 7] = logits[1].max() + 1
+    logits[2, -1] = logits[2].max() + 1
+    for row, number in ((3, "nan"), (4, "inf"), (5, "-inf")):
+        logits[row, -1] = float(number)
+    logits[6] = float("-inf")
+    expected = best_with_torch(logits)
+    assert expected[3:5].tolist() == [-1, -1]
+    assert expected[6] == -1
+    for rows in (logits, logits[1:2], logits[:, : vocab // 2 + 1]):
+        assert torch.equal(best_of_rows(rows), best_with_torch(rows))
 
 
 def test_nothing_to_sample() -> None:

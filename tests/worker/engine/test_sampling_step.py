@@ -10,8 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from loraplex.contracts.options import SamplingParams, StoppingParams
+from loraplex.worker.engine.sampling import sampler
 from loraplex.worker.engine.sampling import step as sampling_step
-from loraplex.worker.engine.sampling.sampler import NO_MASKS, Masks, forbid_with_torch
+from loraplex.worker.engine.sampling.sampler import NO_MASKS, Masks, best_with_torch, forbid_with_torch
 from loraplex.worker.engine.sampling.step import InFlight, launch_sampling
 from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
 from loraplex.worker.engine_api import Failure, NewSequence
@@ -41,6 +42,12 @@ def batch(samplings: list[SamplingParams], **fields: Any) -> Batch:
         rows.append(Row(Sequence(spec, number, frozenset([6])), 0, len(PROMPT), True))
     rows[-1] = Row(rows[-1].sequence, 0, len(PROMPT) - 1, False)
     return Batch(tuple(rows), 0, sum(row.count for row in rows))
+
+
+@pytest.fixture(autouse=True)
+def torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where steps overlap: the CPU's kernel reads the logits."""
+    monkeypatch.setattr(sampler, "best_of_rows", best_with_torch)
 
 
 def launch(step: Batch, masks: Masks = NO_MASKS) -> InFlight:

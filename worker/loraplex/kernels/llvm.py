@@ -44,7 +44,7 @@ EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.666
 FEATURES = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
 # Whether the processor converts a vector of float32 to bfloat16 in one instruction.
 _CONVERTS = {"+avx512f", "+avx512bf16"} <= set(FEATURES)
-F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32, I1, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 
 class _PartLibrary(JITCodeLibrary):

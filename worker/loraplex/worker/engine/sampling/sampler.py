@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from loraplex.contracts.options import SamplingParams
-from loraplex.worker.engine.device import upload
+from loraplex.worker.engine.device import dtype_name, upload
 from loraplex.worker.engine.scheduling.grammars import GrammarState
 from loraplex.worker.engine.scheduling.sequence import Batch, Row
 from loraplex.worker.engine_api import Failure
@@ -122,7 +122,7 @@ def forbid_ids(logits: Tensor, masks: Sequence[np.ndarray | None]) -> None:
     if not constrained:
         return
     if logits.device.type == "cpu":
-        from loraplex.kernels.masks import apply_masks  # numba is there only where the CPU computes
+        from loraplex.kernels.logits import apply_masks  # numba is there only where the CPU computes
 
         rows, bits = zip(*constrained, strict=True)
         apply_masks(logits, rows, bits)
@@ -382,9 +382,7 @@ class _Look:
 
 def sample_with_torch(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """See `sampling.step.sample`; grammars count already."""
-    best, chosen = logits.max(dim=-1)
-    # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
-    usable = best.isfinite()
+    chosen = best_of_rows(logits)
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     adjusted = [
         row
@@ -397,13 +395,27 @@ def sample_with_torch(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         scores = logits[index].float()
         adjust_logits(scores, [draw.adjustments for draw in some], [draw.banned_ids for draw in some])
         best, picked = scores.max(dim=-1)
-        usable[index] &= best.isfinite()
         if random:
             count = len(random)
             # The largest is subtracted first, so that a tiny temperature does not make finite logits infinite.
             picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count])
-        chosen[index] = picked
-    return chosen.masked_fill(~usable, -1)
+        chosen[index] = picked.masked_fill(~best.isfinite() | (chosen[index] < 0), -1)
+    return chosen
+
+
+def best_of_rows(logits: Tensor) -> Tensor:
+    """Return the best id of each row, or -1 where the largest logit is not finite, or one is not a number."""
+    if logits.device.type == "cpu":
+        from loraplex.kernels.logits import best_ids  # numba is there only where the CPU computes
+
+        return best_ids(logits, dtype_name(logits.dtype))
+    return best_with_torch(logits)
+
+
+def best_with_torch(logits: Tensor) -> Tensor:
+    """Do the same on any device."""
+    best, chosen = logits.max(dim=-1)  # NaN if there is any
+    return chosen.masked_fill(~best.isfinite(), -1)
 
 
 def _sample_random(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
