@@ -142,19 +142,21 @@ def python_is_full() -> None:
 
 
 class Shortage:
-    """A model that runs out of memory, inside its layers, in every step of more than `tokens` tokens."""
+    """A model that runs out of memory, behind its layers, in every step of more than `tokens` tokens."""
 
     def __init__(self, engine: Any, tokens: int, happen: Callable[[], None] = allocator_fails) -> None:
         self.tokens = tokens
         self.happen = happen
         self.times = 0
-        layers = engine._runner._module.get_submodule("model.layers")
-        layers[-1].register_forward_hook(self._after)
+        self._compute = engine._runner._forward
+        engine._runner._forward = self._forward
 
-    def _after(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        if output.shape[1] > self.tokens:
+    def _forward(self, inputs: Any) -> torch.Tensor:
+        logits: torch.Tensor = self._compute(inputs)
+        if inputs.input_ids.shape[1] > self.tokens:
             self.times += 1
             self.happen()
+        return logits
 
 
 @pytest.mark.parametrize("happen", [allocator_fails, device_is_full, python_is_full])

@@ -18,9 +18,9 @@ from loraplex.kernels import threads
 from loraplex.kernels.program import Program
 from loraplex.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
 from loraplex.kernels.weight_vectors import FLOATS
-from loraplex.worker.engine.decoder import recognition
+from loraplex.worker.engine.decoder import recognition, steps
 from loraplex.worker.engine.decoder.layer import RowOperators
-from loraplex.worker.engine.decoder.recognition import _SharedMemory
+from loraplex.worker.engine.decoder.steps import Rotations, _SharedMemory
 from loraplex.worker.engine.linear.layer import PanelLinear, scratch_memory
 from loraplex.worker.engine.lora.cpu import CpuGroup, CpuStep
 from loraplex.worker.engine.model.loader import load_model
@@ -82,7 +82,7 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
     assert len(programs) >= 15
     assert len({id(program) for program in programs}) >= 5
     ran = len(programs)
-    monkeypatch.setattr(recognition, "_MOST_TOKENS", 0)
+    monkeypatch.setattr(steps, "_MOST_TOKENS", 0)
     assert answers() == by_programs
     assert len(programs) == ran
 
@@ -100,12 +100,14 @@ def test_products_in_bfloat16_are_recorded_with_the_rounding_of_their_inputs() -
         assert torch.equal(y, group.compute(x))
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt2"])
-def test_layers_of_another_form_stay(model_type: str, tmp_path: Path, make_engine: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("model_type", "steps"), [("qwen3", True), ("gemma2", False), ("gpt2", False)])
+def test_models_of_another_form_stay(
+    model_type: str, steps: bool, tmp_path: Path, make_engine: Callable[..., Any]
+) -> None:
     make_model(make_config(model_type), tmp_path)
     model = make_engine(tmp_path, **CRAMPED)._runner._module
+    assert ("forward" in vars(model)) == ("forward" in vars(model.base_model)) == steps
     own = {type(module).__name__ for module in model.modules() if "forward" not in vars(module)}
-    assert any(name.endswith(("DecoderLayer", "Block")) for name in own)
     assert not any("RMSNorm" in name for name in own)
 
 
@@ -115,7 +117,18 @@ def test_layers_that_differ_at_late_positions_stay(tmp_path: Path, make_engine: 
     config.rope_parameters |= {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}
     make_model(config, tmp_path)
     model = make_engine(tmp_path, **CRAMPED)._runner._module
-    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    assert "forward" not in vars(model)
+
+
+def test_rotations_are_those_of_the_module_whenever_they_are_computed(tmp_path: Path) -> None:
+    make_model(make_config("llama"), tmp_path)
+    rotary = load_model(str(tmp_path)).module.model.rotary_emb
+    positions = torch.tensor([700, 0, 127, 128, 255, 3])
+    early, late = Rotations(rotary, torch.float32), Rotations(rotary, torch.float32)
+    early.rows(positions[1:3], 128)
+    expected = torch.cat(rotary(torch.empty(0), positions[None]), -1)[0]
+    for rotations in (early, late):
+        assert torch.equal(rotations.rows(positions, 701), expected)
 
 
 def test_a_number_whose_sum_nearly_cancels_may_be_rounded_by_more() -> None:

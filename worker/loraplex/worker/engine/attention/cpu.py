@@ -179,6 +179,11 @@ class CpuPlan:
             *(key_scales.data_ptr(), value_scales.data_ptr(), key_dim, value.shape[-1]),
         )
 
+    @property
+    def stop(self) -> int:
+        """Return the position behind the last one of all rows."""
+        return max(row.start + row.count for row in self.rows)
+
     def tasks_of(self, shared: int) -> _Tasks:
         """Return the tasks, where so many query heads share a key head."""
         if shared not in self.tasks:

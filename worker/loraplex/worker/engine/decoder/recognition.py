@@ -2,36 +2,23 @@
 
 Names of modules suggest a form; one pass of a few tokens through the model, and the same by the kernels, decide. What
 does not give the same numbers stays as it is.
-
-The layers run kernel by kernel, or, where a step's tokens are few, as one program. A program is recorded for each
-number of tokens, over memory that all programs share:
-
-    hidden states, rotation, slots   copied there before a program runs
-    attention, adapters              calls whose arguments differ from step to step: one of each is recorded again
-
-A row's bits are the same either way: the kernels are.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import activations
 
-from loraplex.kernels.program import Program, as_integers
-from loraplex.kernels.threads import ThreadCall, recorded_calls
-from loraplex.worker.engine.attention.cpu import CpuPlan
-from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache, LayerCall, RandomAttention
+from loraplex.worker.engine.attention.paged import AttentionContext, LayerCall, RandomAttention
 from loraplex.worker.engine.decoder.layer import (
     Arena,
     DecoderLayer,
@@ -41,185 +28,9 @@ from loraplex.worker.engine.decoder.layer import (
     Rotation,
     RowOperators,
 )
-from loraplex.worker.engine.linear.layer import PanelLayer, scratch_memory
-from loraplex.worker.engine.lora.base_layers import own_forward, whole_product
+from loraplex.worker.engine.decoder.steps import DecoderSteps, Ends, Rotations, can_record
+from loraplex.worker.engine.lora.base_layers import FusedPart, own_forward, whole_product
 from loraplex.worker.engine.lora.cpu import CpuGroup
-
-# Maximum number of a program's tokens: with more, the time between calls is a small part of a step.
-_MOST_TOKENS = 64
-# Maximum number of programs: one for each number of tokens, and set of layers that adapters are on. 50 KB each.
-_MOST_PROGRAMS = 256
-
-_Counters = NDArray[np.int64]
-
-
-class _NotOneCallError(Exception):
-    """A linear layer is not one call of a kernel."""
-
-
-class _SharedMemory(Arena):
-    """An arena whose memory is the same in every layer and program."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(RowOperators(dtype, shared=0))
-        # Products that adapters were added to, with their inputs and outputs.
-        self.adapted: list[tuple[CpuGroup, Tensor, Tensor]] = []
-        # The scratch memory that recorded calls refer to.
-        self._scratch: list[Tensor] = []
-        self._rows: dict[str, Tensor] = {}
-
-    def rows(self, name: str, like: Tensor, columns: int) -> Tensor:
-        """See Arena."""
-        return self._memory(name, columns, like.dtype)[: len(like)]
-
-    def multiply(self, name: str, group: CpuGroup, x: Tensor) -> Tensor:
-        """See Arena. Raises _NotOneCallError."""
-        base, y = group.base, self.rows(name, x, group.width)
-        if not isinstance(base, PanelLayer) or not base.takes_rows or group.add is not None:
-            raise _NotOneCallError
-        inputs = x
-        if base.input_dtype != x.dtype:
-            inputs = self._memory(f"{name}, inputs", x.shape[1], base.input_dtype)[: len(x)]
-            self.operators.widen(x, inputs)
-        self._grow_scratch(base)
-        base.multiply_into(inputs, y)
-        if group.adapts:
-            group.add_adapters(x, y)
-            self.adapted.append((group, x, y))
-        return y
-
-    def _grow_scratch(self, layer: PanelLayer) -> None:
-        """Let the scratch memory grow to what any program needs, and keep it."""
-        x = torch.empty(_MOST_TOKENS, layer.in_features, dtype=layer.input_dtype)
-        with recorded_calls():
-            layer.multiply_into(x, x.new_empty(_MOST_TOKENS, layer.out_features))
-        scratch, _ = scratch_memory()
-        if not any(scratch is one for one in self._scratch):
-            self._scratch.append(scratch)
-
-    def _memory(self, name: str, columns: int, dtype: torch.dtype) -> Tensor:
-        memory = self._rows.get(name)
-        if memory is None:
-            memory = self._rows[name] = torch.empty(_MOST_TOKENS, columns, dtype=dtype)
-        assert (memory.shape[1], memory.dtype) == (columns, dtype), "rows of the same kind"
-        return memory
-
-
-class _LayersProgram:
-    """The recorded calls of all layers for one number of tokens."""
-
-    def __init__(
-        self, calls: Sequence[ThreadCall], again: Callable[[CpuPlan], None], counters: Sequence[_Counters]
-    ) -> None:
-        """Take the calls; `again` makes those of one layer that differ from step to step."""
-        self._program = Program(calls)
-        self._again = again
-        self._counters = counters
-        functions = [call.function for call in calls]
-        self._places = {
-            function: np.flatnonzero(np.array(functions) == function) for function in dict.fromkeys(functions)
-        }
-
-    def run(self, plan: CpuPlan) -> None:
-        """Make the calls of a step."""
-        arguments = self._program.arguments
-        with recorded_calls() as calls:
-            self._again(plan)
-        for call in calls:
-            # Arguments that changed are the step's, equal in all layers; the rest are the layer's.
-            places, new = self._places[call.function], as_integers(call, arguments.shape[1])
-            changed = np.flatnonzero(new != arguments[places[0]])
-            arguments[np.ix_(places, changed)] = new[changed]
-        self._program.run([*self._counters, plan.counters])
-
-
-class DecoderSteps:
-    """The steps of a model's decoder layers; from one thread."""
-
-    def __init__(self, layers: Sequence[DecoderLayer], context: AttentionContext, dtype: torch.dtype) -> None:
-        """Take all layers, in their order; they pass hidden states on as they are, with one rotation for all."""
-        self._layers = layers
-        self._groups = [group for layer in layers for group in layer.groups]
-        self._context = context
-        self._dtype = dtype
-        self._new = Arena(RowOperators(dtype))
-        self._shared = _SharedMemory(dtype)
-        self._slots = torch.empty(_MOST_TOKENS, dtype=torch.int64)
-        self._programs: dict[object, _LayersProgram] = {}
-        self._has_programs = len({layer.widths for layer in layers}) == 1
-        self._cache: KvCache | None = None
-        # The step whose layers are all computed, while the model still calls them.
-        self._done: AttentionStep | None = None
-
-    def forward(self, index: int, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the forward of layer `index`; `original` computes what is no step of the paged cache."""
-
-        def forward(hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
-            step, embeddings = self._context.step, named.get("position_embeddings")
-            if not isinstance(step, AttentionStep) or embeddings is None:
-                return original(hidden_states, *arguments, **named)
-            stored = step.cache.slots[0][0].dtype
-            if hidden_states.dtype != self._dtype or stored not in (self._dtype, torch.int8):
-                return original(hidden_states, *arguments, **named)
-            if self._done is step:
-                if index == len(self._layers) - 1:
-                    self._done = None
-                return hidden_states
-            rotation = Rotation(*(part[0].contiguous() for part in embeddings))
-            return self._compute(index, hidden_states[0].contiguous(), rotation, step)[None]
-
-        return forward
-
-    def _compute(self, index: int, x: Tensor, rotation: Rotation, step: AttentionStep) -> Tensor:
-        plan = step.plan
-        assert isinstance(plan, CpuPlan), "a step on the CPU"
-        self._cache = self._cache or step.cache
-        few = len(x) <= _MOST_TOKENS and step.cache is self._cache
-        if index == 0 and few and self._has_programs:
-            try:
-                out = self._run_program(x, rotation, step, plan)
-            except _NotOneCallError:
-                self._has_programs = False
-            else:
-                self._done = step if len(self._layers) > 1 else None
-                return out
-        return self._layers[index].run(x, rotation, step, plan, self._new)
-
-    def _run_program(self, x: Tensor, rotation: Rotation, step: AttentionStep, plan: CpuPlan) -> Tensor:
-        """Compute all layers. Raises _NotOneCallError."""
-        shared, slots = self._shared, self._slots[: len(x)]
-        columns = rotation.cos.shape[1]
-        out, cos, sin = (
-            shared.rows(name, x, width) for name, width in (("out", x.shape[1]), ("cos", columns), ("sin", columns))
-        )
-        for to, of in ((out, x), (cos, rotation.cos), (sin, rotation.sin), (slots, step.slot_mapping)):
-            to.copy_(of)
-        key = len(x), torch.get_num_threads(), tuple(group.adapts for group in self._groups)
-        if key not in self._programs:
-            if len(self._programs) == _MOST_PROGRAMS:
-                self._programs.clear()
-            self._programs[key] = self._record(out, Rotation(cos, sin), replace(step, slot_mapping=slots), plan)
-        self._programs[key].run(plan)
-        return out
-
-    def _record(self, x: Tensor, rotation: Rotation, step: AttentionStep, plan: CpuPlan) -> _LayersProgram:
-        shared = self._shared
-        shared.adapted.clear()
-        with recorded_calls() as calls:
-            for layer in self._layers:
-                out = layer.run(x, rotation, step, plan, shared)
-                assert out.data_ptr() == x.data_ptr(), "the next layer's input"
-        first, adapted = self._layers[0], shared.adapted[:1]
-        call, attended = first.call(shared.rows("qkv", x, first.qkv.width)), first.attended(x, shared)
-
-        def again(plan: CpuPlan) -> None:
-            plan.attend(call, step.cache, attended)
-            for group, inputs, y in adapted:
-                group.add_adapters(inputs, y)
-
-        counters = [shared.operators.counter, scratch_memory()[1], *(group.counters for group, _, _ in adapted)]
-        return _LayersProgram(calls, again, counters)
-
 
 # Number of tokens that the model computes.
 _TOKENS = 5
@@ -236,21 +47,40 @@ class ObservedLayer:
     out: Any = None
 
 
-def observe_layers(model: Any, context: AttentionContext, length: int) -> list[ObservedLayer]:
-    """Return the calls of the decoder layers in a pass of a few tokens, at positions from 0 to `length` - 1."""
+@dataclass
+class ObservedPass:
+    """A pass of a few tokens through a model: the calls of its decoder layers, and the logits of the first token.
+
+    `hidden` is the result of the model below the head.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    layers: list[ObservedLayer]
+    logits: Tensor
+    hidden: Any = None
+
+
+def observe_pass(model: Any, context: AttentionContext, length: int) -> ObservedPass:
+    """Compute a few tokens, at positions from 0 to `length` - 1."""
     observer, calls = RandomAttention(), list[ObservedLayer]()
     # The last ones too: some models multiply queries by what depends on how late they are.
     positions = torch.linspace(0, length - 1, _TOKENS).long()
     positions[1] = 1 % length
     ids = torch.randint(model.config.vocab_size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    with context.during(observer), _watching(model, observer, calls):
-        model(
-            input_ids=ids,
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=torch.tensor([0]),
-        )
-    return calls
+    bodies: list[Any] = []
+    hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: bodies.append(output))
+    try:
+        with context.during(observer), _watching(model, observer, calls):
+            output = model(
+                input_ids=ids,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor([0]),
+            )
+    finally:
+        hook.remove()
+    return ObservedPass(ids[0], positions, calls, output.logits, bodies[-1].last_hidden_state if bodies else None)
 
 
 @contextmanager
@@ -275,7 +105,7 @@ def _watching(model: Any, observer: RandomAttention, calls: list[ObservedLayer])
             hook.remove()
 
 
-def is_chain(calls: list[ObservedLayer]) -> bool:
+def _is_chain(calls: list[ObservedLayer]) -> bool:
     """Tell whether each layer takes the layer before's result as it is, and all take the same rotation."""
     embeddings = calls[0].named.get("position_embeddings")
     return all(call.named.get("position_embeddings") is embeddings for call in calls) and all(
@@ -301,17 +131,17 @@ def use_kernels(
         return
     for module in model.modules():
         # Of an earlier call, whose linear layers are not these.
-        if getattr(vars(module).get("forward"), "__module__", "") == __name__:
+        if getattr(vars(module).get("forward"), "__module__", "") in (__name__, DecoderSteps.__module__):
             del module.forward
     arena = Arena(RowOperators(dtype))
     norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
-    calls = observe_layers(model, context, length)
-    layers = [_layer_of(call, norms, arena, agree) for call in calls]
+    observed = observe_pass(model, context, length)
+    layers = [_layer_of(call, norms, arena, agree) for call in observed.layers]
     recognized = [layer for layer in layers if layer is not None]
-    if recognized and len(recognized) == len(layers) and is_chain(calls):
-        steps = DecoderSteps(recognized, context, dtype)
-        for index, call in enumerate(calls):
-            call.module.forward = steps.forward(index, own_forward(call.module))
+    if recognized and len(recognized) == len(layers) and (ends := _ends_of(model, observed, norms, dtype)) is not None:
+        steps, body = DecoderSteps(recognized, ends, context, dtype), model.base_model
+        body.forward = steps.body_forward(own_forward(body))
+        model.forward = steps.forward(own_forward(model), body)
     for module, norm in norms.items():
         module.forward = _norm_forward(norm, arena, own_forward(module))
     for module in model.modules():
@@ -387,6 +217,27 @@ def _norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
         if _same(out, exact(x)) and module(x.to(dtype)).dtype == dtype:
             return candidate
     return None
+
+
+def _ends_of(model: Any, observed: ObservedPass, norms: dict[Any, Norm], dtype: torch.dtype) -> Ends | None:
+    """Return what is around a model's layers; None where it does more between its modules, or between its layers."""
+    calls, embeddings, head = observed.layers, model.get_input_embeddings(), model.get_output_embeddings()
+    rotary, norm = (getattr(model.base_model, name, None) for name in ("rotary_emb", "norm"))
+    if rotary is None or norm is None or norm not in norms or not _is_chain(calls):
+        return None
+    rotation = calls[0].named["position_embeddings"]
+    rotated = rotary(calls[0].hidden, observed.positions[None])
+    if not all(torch.equal(own, of_layer) for own, of_layer in zip(rotated, rotation, strict=True)):
+        return None
+    if not torch.equal(embeddings(observed.ids)[None], calls[0].hidden):
+        return None
+    if not torch.equal(norm(calls[-1].out), observed.hidden):
+        return None
+    if not torch.equal(head(observed.hidden[:, :1]), observed.logits):
+        return None
+    product = head.product if isinstance(head, FusedPart) and head.is_plain else None
+    recorded = product if isinstance(product, CpuGroup) and can_record(product) else None
+    return Ends(embeddings, Rotations(rotary, dtype), norms[norm], head, recorded)
 
 
 def _layer_of(

@@ -121,12 +121,22 @@ class CpuGroup(FusedProduct):
     @property
     def adapts(self) -> bool:
         """Tell whether a row of the step has an adapter, and an adapter in a slot is on these layers."""
-        return self.used and bool(self._step.segments)
+        return self.used and self.rows_adapt
+
+    @property
+    def rows_adapt(self) -> bool:
+        """Tell whether a row of the step has an adapter."""
+        return bool(self._step.segments)
 
     @property
     def used(self) -> bool:
         """Tell whether an adapter in a slot is on these layers."""
         return bool(self._used)
+
+    @property
+    def is_base(self) -> bool:
+        """Tell whether no adapter in a slot is on these layers, or has a weight in their place."""
+        return not self._used and not self._own
 
     @property
     def counters(self) -> NDArray[np.int64]:

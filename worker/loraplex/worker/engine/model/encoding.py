@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
 
 from loraplex.worker.engine.device import download
 from loraplex.worker.engine.lora.weights import AdapterWeights
@@ -52,13 +53,12 @@ class Encoding:
         """Watch the model's last hidden states."""
         self._own_pooling = loaded.pooling
         self._heads: list[Tensor | None] = [None] * slots
-        self._watching = False
         self._hidden: Tensor | None = None
         body = loaded.module.base_model
         # OPT's output head gets the decoder's hidden states past the model around it.
-        for module in (body, getattr(body, "decoder", None)):
-            if isinstance(module, nn.Module):
-                module.register_forward_hook(self._keep)
+        self._watched = [each for each in (body, getattr(body, "decoder", None)) if isinstance(each, nn.Module)]
+        # While a step's hidden states are kept.
+        self._hooks: list[RemovableHandle] = []
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """Replace a slot's adapter."""
@@ -82,13 +82,20 @@ class Encoding:
 
     def begin(self, batch: Batch) -> None:
         """Keep the hidden states of the next forward pass if a row of its batch asks for them."""
-        self._watching = any(row.sequence.spec.encode for row in batch.rows)
+        self._stop()  # after a step that failed
+        if any(row.sequence.spec.encode for row in batch.rows):
+            self._hooks = [module.register_forward_hook(self._keep) for module in self._watched]
+
+    def _stop(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def launch(self, batch: Batch) -> list[tuple[Row, PendingVector]]:
         """Pool the hidden states of the batch that has just been computed; the rows whose vectors are complete."""
-        if not self._watching:
+        if not self._hooks:
             return []
-        hidden, self._hidden, self._watching = self._hidden, None, False
+        self._stop()
+        hidden, self._hidden = self._hidden, None
         assert hidden is not None, "the model's layers were computed"
         pending = []
         parts = hidden.split_with_sizes([row.count for row in batch.rows])
@@ -122,8 +129,7 @@ class Encoding:
         return None if head is None else linear(state, head)
 
     def _keep(self, _module: Any, _inputs: Any, output: Any) -> None:
-        if self._watching:
-            self._hidden = output.last_hidden_state[0]
+        self._hidden = output.last_hidden_state[0]
 
 
 def _read(vector: Tensor | None) -> PendingVector:
