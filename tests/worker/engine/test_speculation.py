@@ -18,7 +18,7 @@ import pytest
 
 from loraplex.contracts.grammars.build import choices_grammar, json_grammar, regex_grammar
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams, TokenLogprobs
-from loraplex.worker.engine_api import Failure, NewSequence, Output
+from loraplex.worker.engine_api import Failure, NewSequence, Output, Removal, Speculation
 from tests.drawn_schemas import byte_tokenizer
 from tests.tiny_models import VOCAB, TinyModel
 from tests.worker.engine.ranks.forked import fork_ranks
@@ -167,3 +167,21 @@ def test_nor_in_an_engine_that_does_not_step_ahead(
     ahead: bool, model: TinyModel, make_engine: Any, run_until_idle: Any
 ) -> None:
     check(model.directory, drawn_requests(model, random.Random(SEED + 9), 12), {}, make_engine, run_until_idle)
+
+
+def test_drafts_of_what_came_before_are_accepted(model: TinyModel, make_engine: Any, run_until_idle: Any) -> None:
+    """With the drafter that is served: answers that were given before, of the same tenant and adapter."""
+    requests = [
+        model.request(f"{number}", (*range(20, 60), number), 40, adapter, stopping=StoppingParams(40, ignore_eos=True))
+        for number in range(3)
+        for adapter in (None, "plain")[: 1 + (number == 0)]
+    ]
+    requests = [replace(one, sequence_id=f"{index}", logprobs=0) for index, one in enumerate(requests)]
+    truth = answers_of(run_until_idle(make_engine(model.directory, **ROOMY), {0: requests}))
+    engine = make_engine(model.directory, **ROOMY, speculation=Speculation())
+    for _ in range(2):
+        assert answers_of(run_until_idle(engine, {0: requests})) == truth
+    stats = engine.stats()
+    print(stats.accepted, "of", stats.drafted, "accepted in", stats.steps, "steps")
+    assert stats.accepted
+    assert engine.forget_tenant("", ())["drafts"] == Removal(2 * len(requests))

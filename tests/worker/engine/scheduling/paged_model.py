@@ -243,7 +243,7 @@ class Prophet:
         assert sequence not in self.ended
         self.ended.append(sequence)
 
-    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Removal:
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str], running: Iterable[Sequence]) -> Removal:
         return Removal()
 
 

@@ -41,7 +41,7 @@ class Engine(ABC, Generic[S]):
         if self._scheduler.blocks is not None:
             removals["KV blocks"] = self._scheduler.blocks.forget_tenant(tenant, kept_adapters)
         if self._scheduler.drafter is not None:
-            removals["drafts"] = self._scheduler.drafter.forget_tenant(tenant, kept_adapters)
+            removals["drafts"] = self._scheduler.drafter.forget_tenant(tenant, kept_adapters, self._scheduler.sequences)
         if self._grammars is not None:
             removals["compiled formats"] = self._grammars.forget()
         return removals

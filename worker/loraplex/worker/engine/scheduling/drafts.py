@@ -5,7 +5,7 @@ A draft cannot change an answer: its rows are computed like any others, and coun
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Ids
 from importlib import import_module
 from typing import Protocol
@@ -13,8 +13,8 @@ from typing import Protocol
 from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
 from loraplex.worker.engine_api import Removal, Speculation
 
-# Module with the drafter of each method.
-_METHODS = {"suffix": "loraplex.speculation"}
+# Module of the drafter.
+_SPECULATION = "loraplex.speculation"
 
 
 class Drafter(Protocol):
@@ -35,13 +35,16 @@ class Drafter(Protocol):
     def end(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
 
-    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Removal:
-        """Forget the answers of a tenant, and those of adapters that are not kept."""
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str], running: Iterable[Sequence]) -> Removal:
+        """Forget the answers of a tenant, and of adapters that are not kept; those of sequences that run, as they end.
+
+        These count as left.
+        """
 
 
 def make_drafter(speculation: Speculation | None) -> Drafter | None:
     """Make a drafter as configured."""
     if speculation is None:
         return None
-    drafter: Drafter = import_module(_METHODS[speculation.method]).drafter(speculation)
+    drafter: Drafter = import_module(_SPECULATION).SuffixDrafter(speculation)
     return drafter

@@ -193,6 +193,11 @@ class SequenceScheduler(ABC):
             self._waiting.leave(sequence)
         del self._sequences[sequence.sequence_id]
 
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """Return the sequences that have not ended."""
+        return self._sequences.values()
+
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds; unknown ids are ignored."""
         sequence = self._sequences.get(sequence_id)

@@ -1,0 +1,155 @@
+"""Whose answers drafts come from, and how long drafts are by measured times and acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraplex.contracts.options import StoppingParams
+from loraplex.speculation.drafter import SuffixDrafter
+from loraplex.speculation.gain import Gain
+from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine_api import AdapterSource, NewSequence, Removal, Speculation
+
+ANSWER = (50, 51, 52, 53, 54, 55, 56, 57)
+
+
+def sequence(prompt: tuple[int, ...], tenant: str = "acme", adapter: str = "", **fields: Any) -> Sequence:
+    source = AdapterSource(adapter, "") if adapter else None
+    fields.setdefault("stopping", StoppingParams(100, ignore_eos=True))
+    return Sequence(NewSequence("a", prompt, adapter=source, tenant=tenant, **fields), 0, frozenset([2]))
+
+
+def answered(drafter: SuffixDrafter, tenant: str, adapter: str = "", **fields: Any) -> None:
+    """Let a sequence end with the answer."""
+    one = sequence((9, 8, 7), tenant, adapter, emitted_ids=ANSWER, **fields)
+    drafter.end(one)
+
+
+def step(drafter: SuffixDrafter, rows: int, seconds: float, drafted: int = 0) -> None:
+    some = [Row(sequence((1, 2)), 1, 1, samples=True) for _ in range(rows - drafted)]
+    drafts = [Row(sequence((1, 2)), 2, 1, samples=True, draft=(3,), place=1) for _ in range(drafted)]
+    drafter.observe(Batch((*some, *drafts), rows, rows), seconds)
+
+
+@pytest.fixture
+def drafter() -> SuffixDrafter:
+    """One that has measured steps of a row: more rows take as long."""
+    drafter = SuffixDrafter(Speculation(num_speculative_tokens=5))
+    for _ in range(3):
+        step(drafter, 1, 0.01)
+    return drafter
+
+
+def draft(drafter: SuffixDrafter, one: Sequence, free: int = 30) -> list[int]:
+    return drafter.propose([one], 1, free)[0]
+
+
+def test_drafts_come_from_the_prompt_and_from_answers_of_the_same_tenant_and_adapter(drafter: SuffixDrafter) -> None:
+    assert draft(drafter, sequence((5, 6, 20, 21, 22, 7, 5, 6, 20))) == [21, 22, 7, 5, 6]
+    asks = (1, 50, 51, 52)
+    assert draft(drafter, sequence(asks)) == []
+    answered(drafter, "acme", "sha256:one")
+    for tenant, adapter in (("acme", ""), ("acme", "sha256:two"), ("globex", "sha256:one"), ("globex", "")):
+        assert draft(drafter, sequence(asks, tenant, adapter)) == [], (tenant, adapter)
+    assert draft(drafter, sequence(asks, "acme", "sha256:one")) == [53, 54, 55, 56, 57]
+
+
+def test_an_answer_that_takes_no_drafts_gives_none(drafter: SuffixDrafter) -> None:
+    answered(drafter, "acme", speculate=False)
+    assert draft(drafter, sequence((1, 50, 51, 52))) == []
+
+
+def test_a_purge_forgets_answers_those_of_sequences_that_run_as_they_end(drafter: SuffixDrafter) -> None:
+    for tenant, adapter in (("acme", ""), ("acme", "gone"), ("acme", "kept"), ("globex", "gone"), ("globex", "kept")):
+        answered(drafter, tenant, adapter)
+    running = sequence((9, 8), "acme", emitted_ids=ANSWER)
+    other = sequence((9, 8), "globex", "kept", emitted_ids=ANSWER)
+    assert drafter.forget_tenant("acme", ("kept",), [running, other]) == Removal(4, 1)
+    drafter.end(running)
+    for tenant, adapter, kept in (("acme", "", False), ("acme", "kept", False), ("globex", "gone", False)):
+        assert bool(draft(drafter, sequence((1, 50, 51, 52), tenant, adapter))) == kept, (tenant, adapter)
+    assert draft(drafter, sequence((1, 50, 51, 52), "globex", "kept"))
+
+
+def test_a_draft_has_no_end_token_and_no_more_than_the_answer_may_have(drafter: SuffixDrafter) -> None:
+    prompt = (5, 6, 20, 2, 22, 7, 5, 6)
+    assert draft(drafter, sequence(prompt, stopping=StoppingParams(100))) == [20]
+    assert draft(drafter, sequence(prompt, stopping=StoppingParams(100, ignore_eos=True))) == [20, 2, 22, 7, 5]
+    assert draft(drafter, sequence(prompt, stopping=StoppingParams(3, ignore_eos=True))) == [20, 2]
+    assert draft(drafter, sequence(prompt, stopping=StoppingParams(1, ignore_eos=True))) == []
+
+
+def test_a_long_prompt_is_indexed_in_parts(drafter: SuffixDrafter) -> None:
+    prompt = (*range(3, 6000), 10, 11)
+    one = sequence(prompt)
+    assert draft(drafter, one) == []
+    step(drafter, 1, 0.01)
+    assert draft(drafter, one) == [12, 13, 14, 15, 16]
+
+
+def test_wrong_drafts_end_drafts_and_right_ones_that_were_not_run_begin_them_again(drafter: SuffixDrafter) -> None:
+    for rows in (2, 3, 4, 5, 6):  # each row costs something
+        for _ in range(3):
+            step(drafter, rows, 0.01 + 0.0003 * rows, drafted=1)
+    text = (5, 6, 20, 21, 22, 23, 24, 25, 26, 27)
+    one = sequence((*text, *text[:2]))
+    assert draft(drafter, one)
+    for _ in range(50):
+        drafter.learn(one, 1, 0)
+    assert draft(drafter, one) == []
+    for number in range(40):
+        again = sequence((*text, *text[:2]), stopping=StoppingParams(100, ignore_eos=True))
+        begun = draft(drafter, again)
+        again.ids += text[2:4]
+        draft(drafter, again)
+        print(number, begun)
+    assert begun
+
+
+def test_none_where_few_rows_are_free(drafter: SuffixDrafter) -> None:
+    assert drafter.propose([sequence((5, 6, 20, 21, 5, 6))] * 30, 30, 2) == []
+
+
+def measured(plain: dict[int, float], drafting: dict[int, float]) -> Gain:
+    gain = Gain()
+    for times, drafts in ((plain, False), (drafting, True)):
+        for rows, seconds in times.items():
+            for _ in range(3):
+                gain.observe(rows, seconds, drafts=drafts)
+    return gain
+
+
+def test_lengths_give_most_tokens_a_second() -> None:
+    # Nothing is known: no drafts, so that a plain step is measured.
+    assert Gain().lengths(1, 8, [(8, 0.9)]) == [0]
+    # All rows take as long: everything is worth it that is likely at all.
+    assert measured({1: 1.0}, {}).lengths(1, 31, [(8, 0.9)]) == [8]
+    assert measured({1: 1.0}, {}).lengths(1, 3, [(8, 0.9)]) == [3]
+    # From 5 rows on a step takes twice as long.
+    cliff = measured({1: 1.0}, {rows: 1.0 if rows <= 4 else 2.0 for rows in range(2, 10)})
+    assert cliff.lengths(1, 31, [(8, 0.6)]) == [3]
+    assert cliff.lengths(1, 31, [(8, 0.99)]) == [8]
+    # A row costs a third of the first: only likely ids.
+    dear = measured({1: 1.0, 2: 2.0}, {rows: 1.0 + rows / 3 for rows in range(2, 10)})
+    assert dear.lengths(1, 31, [(8, 0.3)]) == [0]
+    # Rows go to the likelier drafts.
+    two = measured({2: 1.0}, {})
+    assert two.lengths(2, 4, [(8, 0.5), (8, 0.95)]) == [0, 4]
+
+
+def test_steps_with_drafts_that_wait_for_the_host_must_be_worth_that_too() -> None:
+    ahead = measured({4: 1.0}, dict.fromkeys(range(5, 13), 1.5))
+    assert ahead.lengths(4, 28, [(1, 0.9)]) == [0]
+    assert sum(ahead.lengths(4, 28, [(8, 0.9)] * 4)) > 8
+
+
+def test_a_time_is_measured_anew_when_it_is_old() -> None:
+    gain = measured({1: 1.0}, {2: 1.0})
+    for _ in range(300):
+        gain.observe(2, 1.0, drafts=True)
+    assert gain.lengths(1, 31, [(1, 0.9)]) == [0]
+    for _ in range(3):
+        gain.observe(1, 1.0, drafts=False)
+    assert gain.lengths(1, 31, [(1, 0.9)]) == [1]

@@ -1,0 +1,158 @@
+"""The drafter: where drafts come from, and what becomes of answers that have ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+
+from loraplex.speculation.gain import Acceptance, Gain
+from loraplex.speculation.suffixes import LONGEST_MATCH, Corpus, SuffixIndex
+from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
+from loraplex.worker.engine_api import Removal, Speculation
+
+# Maximum bytes of all corpora; those of the tenants and adapters that were used longest ago are forgotten first.
+_ALL_BYTES = 64 << 20
+# Maximum number of prompt ids that are indexed in one step: a millisecond's work.
+_INDEXED_IDS = 4096
+# Maximum number of sequences that are looked at in one step, in turn, and minimum of the rows that are free, as a share
+# of those that are taken: for fewer the work is more than the gain.
+_SEQUENCES, _LEAST_FREE = 32, 1 / 4
+# First guesses of acceptance by the length of a match, each up to so many ids.
+_FIRST_RATES = {2: 0.15, 3: 0.25, 5: 0.4, 8: 0.6, 16: 0.8, LONGEST_MATCH: 0.9}
+_KIND_OF = [
+    next(kind for kind, most in enumerate(_FIRST_RATES) if length <= most) for length in range(LONGEST_MATCH + 1)
+]
+# The kind of ids that a format forces, and the first guess of its acceptance.
+_FORCED, _FORCED_RATE = len(_FIRST_RATES), 0.9
+
+
+class _Owner:
+    """What is known of a tenant's answers with an adapter."""
+
+    def __init__(self) -> None:
+        self.corpus = Corpus()
+        self.acceptance = [Acceptance(rate) for rate in (*_FIRST_RATES.values(), _FORCED_RATE)]
+
+
+class _Running:
+    """A sequence's index, and its last draft, perhaps not run: its kind, its ids, and the length of `ids` then."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.index = SuffixIndex(sequence.ids)
+        self.kept = sequence.spec.speculate
+        self.kind = 0
+        self.draft: list[int] = []
+        self.at = 0
+        self.ran = False
+
+
+class SuffixDrafter:
+    """Implements Drafter for the method `suffix`."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._most = speculation.num_speculative_tokens
+        self._owners: OrderedDict[tuple[str, str], _Owner] = OrderedDict()
+        self._running: dict[Sequence, _Running] = {}
+        self._gain = Gain()
+        self._left = _INDEXED_IDS
+        self._turn = 0
+
+    def propose(self, sequences: list[Sequence], rows: int, free: int) -> list[list[int]]:
+        """See Drafter."""
+        if free < _LEAST_FREE * rows:
+            return []
+        drafts: list[list[int]] = [[] for _ in sequences]
+        turn = self._turn % len(sequences)
+        places = [*range(turn, len(sequences)), *range(turn)][:_SEQUENCES]
+        guesses = [(place, guess) for place in places if (guess := self._guess(sequences[place])) is not None]
+        if not guesses:
+            return drafts
+        lengths = self._gain.lengths(rows, free, [(len(running.draft), rate) for _, (running, rate) in guesses])
+        for (place, (running, _)), length in zip(guesses, lengths, strict=True):
+            running.ran = length > 0
+            drafts[place] = running.draft[:length]
+        return drafts
+
+    def _guess(self, sequence: Sequence) -> tuple[_Running, float] | None:
+        """Return a sequence with its new draft, and the probability of each of the ids; None without a draft."""
+        running = self._running.get(sequence)
+        if running is None:
+            running = self._running[sequence] = _Running(sequence)
+        owner = self._owner(sequence)
+        self._compare(running, owner, sequence.ids)
+        if not running.index.complete:
+            self._left -= running.index.index(self._left)
+            if not running.index.complete:
+                return None
+        most = min(self._most, sequence.max_tokens - sequence.answered - 1)
+        if most < 1:
+            return None
+        length, draft = running.index.continuation(sequence.ids, most)
+        if length < LONGEST_MATCH:
+            longer, other = owner.corpus.continuation(sequence.ids, most)
+            if longer > length:
+                length, draft = longer, other
+        kind = _KIND_OF[length]
+        ends = sequence.end_ids | sequence.stop_ids
+        if not ends.isdisjoint(draft):
+            draft = draft[: next(place for place, token in enumerate(draft) if token in ends)]
+        running.draft, running.kind, running.at, running.ran = draft, kind, len(sequence.ids), False
+        return (running, owner.acceptance[kind].rate) if draft else None
+
+    def _compare(self, running: _Running, owner: _Owner, ids: list[int]) -> None:
+        """Learn from a draft that was not run: what came instead is known by now."""
+        if running.ran or not running.draft or len(ids) == running.at:
+            return
+        came = ids[running.at : running.at + len(running.draft)]
+        pairs = enumerate(zip(came, running.draft, strict=False))
+        right = next((place for place, (one, guess) in pairs if one != guess), len(came))
+        owner.acceptance[running.kind].learn(right + (right < len(came)), right)
+
+    def _owner(self, sequence: Sequence) -> _Owner:
+        spec = sequence.spec
+        key = spec.tenant, spec.adapter.digest if spec.adapter else ""
+        owner = self._owners.get(key)
+        if owner is None:
+            owner = self._owners[key] = _Owner()
+        else:
+            self._owners.move_to_end(key)
+        return owner
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """See Drafter."""
+        self._left = _INDEXED_IDS
+        self._turn += _SEQUENCES
+        if batch.decodes == len(batch.rows):
+            self._gain.observe(batch.decodes, seconds, drafts=any(row.place for row in batch.rows))
+
+    def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:
+        """See Drafter."""
+        if checked and (running := self._running.get(sequence)) is not None:
+            self._owner(sequence).acceptance[running.kind].learn(checked, accepted)
+
+    def end(self, sequence: Sequence) -> None:
+        """See Drafter: its answer goes to those of its tenant and adapter."""
+        running = self._running.pop(sequence, None)
+        kept = sequence.spec.speculate if running is None else running.kept
+        if not kept or sequence.answered < 3:
+            return
+        self._owner(sequence).corpus.add(sequence.ids[sequence.prompt_length :])
+        total = sum(owner.corpus.size for owner in self._owners.values())
+        while total > _ALL_BYTES:
+            total -= self._owners.popitem(last=False)[1].corpus.size
+
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str], running: Iterable[Sequence]) -> Removal:
+        """See Drafter."""
+
+        def goes(owner: str, adapter: str) -> bool:
+            return owner == tenant or (adapter != "" and adapter not in kept_adapters)
+
+        gone = [key for key in self._owners if goes(*key)]
+        removed = sum(self._owners.pop(key).corpus.answers for key in gone)
+        left = 0
+        for sequence in running:
+            spec = sequence.spec
+            if goes(spec.tenant, spec.adapter.digest if spec.adapter else ""):
+                self._running.setdefault(sequence, _Running(sequence)).kept = False
+                left += 1
+        return Removal(removed, left)
