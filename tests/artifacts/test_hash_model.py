@@ -9,8 +9,8 @@ from loraplex.contracts.artifacts.hash_model import HashModel, is_hash_spec, par
 
 def test_defaults_and_values() -> None:
     assert parse_hash_model("hash:") == parse_hash_model("hash:?") == HashModel()
-    spec = "hash:?vocab=600&step_ms=2.5&seed=9&end_after=3&context=128&die_on=0&hang_on=7"
-    expected = HashModel(vocab=600, step_ms=2.5, seed=9, end_after=3, context=128, die_on=0, hang_on=7)
+    spec = "hash:?vocab=600&step_ms=2.5&seed=9&end_after=3&context=128&die_on=0&hang_on=7&draft=0.5"
+    expected = HashModel(vocab=600, step_ms=2.5, seed=9, end_after=3, context=128, die_on=0, hang_on=7, draft=0.5)
     assert parse_hash_model(spec) == expected
 
 
@@ -28,6 +28,7 @@ def test_specs_are_told_from_directories() -> None:
         ("hash:?vocab=99999999999", "vocab"),
         ("hash:?step_ms=-1", "step_ms"),
         ("hash:?step_ms=nan", "step_ms"),
+        ("hash:?draft=1.5", "draft must be a number from 0 to 1"),
         ("hash:?context=1", "context"),
         ("hash:?die_on=", "die_on"),
         ("hash:?hang_on=-1", "hang_on"),
@@ -50,6 +51,6 @@ def test_the_manifest_says_when_answers_end_by_themselves() -> None:
 
 def test_the_digest_is_over_what_decides_the_tokens() -> None:
     digest = read_base_model("hash:?seed=1").digest
-    assert digest == read_base_model("hash:?step_ms=5&seed=1&die_on=9&hang_on=9").digest
+    assert digest == read_base_model("hash:?step_ms=5&seed=1&die_on=9&hang_on=9&draft=1").digest
     others = [read_base_model(f"hash:?{key}").digest for key in ("seed=2", "vocab=600", "end_after=1", "context=64")]
     assert len({digest, *others}) == 5

@@ -132,6 +132,10 @@ def miscount(observation: Observation) -> None:
     observation.completion_tokens += 1
 
 
+def accept_more(observation: Observation) -> None:
+    observation.drafted, observation.accepted = 4, 5
+
+
 def send_again(observation: Observation) -> None:
     """The second call brings two tokens that the client said it had; the SDK would leave them out."""
     observation.calls[1].received[0] += 2
@@ -163,6 +167,7 @@ def another_revision(observation: Observation) -> None:
         (misplace_logprobs, {"other": 1}),
         (lose_prompt_logprobs, {"other": 1}),
         (miscount, {"other": 1}),
+        (accept_more, {"other": 1}),
         (send_again, {"duplicated": 1}),
         (zombie, {"stale_attempt_delivered": 2}),
         (leave_out, {"lost": 1}),

@@ -111,7 +111,8 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
     if named.random() < 0.2:
         request = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
     keeps = Random(f"keep {request.prompt}").random() < 0.3
-    request = replace(_with_stop(chance, request, adapter_digest, model), keep_stop=keeps)
+    drafts = Random(f"drafts {request.prompt}").random() < 0.7
+    request = replace(_with_stop(chance, request, adapter_digest, model), keep_stop=keeps, speculate=drafts)
     return _with_text(request) if candidates else request
 
 

@@ -183,7 +183,7 @@ class _Run:
             SimulatedWorker(
                 f"worker-{number}",
                 Settings(
-                    model=MODEL,
+                    model=scenario.model,
                     store="",
                     redis_url="",
                     worker_id=f"worker-{number}",

@@ -34,6 +34,8 @@ from tests.simulation.stories import Plan
 from tests.simulation.texts import draw_texts
 
 MODEL = "hash:?vocab=1000&seed=1&context=256&end_after=40"
+# The same with drafts, of which four in ten tokens are wrong.
+DRAFTING = f"{MODEL}&draft=0.6"
 # Of a backlog's requests the first tenant's.
 _FIRST, _BACKLOG = 25, 40
 
@@ -61,6 +63,8 @@ class Scenario:
     cells: int = 1
     # Accounts of others that the store has.
     accounts: int = 0
+    # The workers' model: with drafts or without.
+    model: str = MODEL
 
 
 def draw(seed: int) -> Scenario:
@@ -127,6 +131,7 @@ def draw(seed: int) -> Scenario:
         quotas=quotas,
         cells=cells,
         accounts=2_500 if quotas and Random(f"accounts {seed}").random() < 0.1 else 0,
+        model=Random(f"drafts {seed}").choice((MODEL, DRAFTING)),
     )
 
 

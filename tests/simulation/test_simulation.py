@@ -21,7 +21,7 @@ from loraplex.router.request import TextPair
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import break_library
 from tests.simulation.run import Outcome, simulate, simulate_scenario
-from tests.simulation.scenario import Scenario, draw
+from tests.simulation.scenario import DRAFTING, Scenario, draw
 from tests.simulation.seed_report import report_seed
 from tests.simulation.stories import End
 
@@ -90,6 +90,8 @@ def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:
         assert len(options) > 1, f"prompt_options.{field.name} is always {options}"
     assert any(request.stopping.max_tokens == 0 and request.prompt_logprobs is not None for request in requests)
     assert {type(request.prompt) for request in requests} == {str, tuple}
+    drafting = [outcome for outcome in outcomes if outcome.scenario.model == DRAFTING]
+    assert {plan.request.speculate for outcome in drafting for plan in outcome.scenario.plans} == {False, True}
     scored = [plan for outcome in outcomes for plan in outcome.scenario.plans if plan.scores]
     assert {len(plan.scores) for plan in scored} == {1, 2, 4, 12}
     texts = [plan.texts.request for outcome in outcomes for plan in outcome.scenario.plans if plan.texts]

@@ -125,6 +125,9 @@ class Transcript:
             wrong.append(f"activated is {summary.activated}")
         if summary.completion_tokens != expected.completion_tokens:
             wrong.append(f"{summary.completion_tokens} tokens counted, the model's are {expected.completion_tokens}")
+        drafts = summary.drafts
+        if not drafts.accepted <= drafts.tokens * self._request.speculate:
+            wrong.append(f"{drafts} counted, with speculate {self._request.speculate}")
         if self.tokens and summary.ttft_s < max(
             STEP_S, summary.queue_s
         ):  # a token takes a step, after the wait for a worker

@@ -16,6 +16,8 @@ _PREFIX = "hash:"
 # Minimum of each number that is not 0: a vocabulary has 256 ids of bytes, and as many others.
 _LEAST = {"vocab": 512, "context": 2}
 _LARGEST = 2**31 - 1
+# Maximum of each number that need not be whole.
+_MOST = {"step_ms": 60_000, "draft": 1}
 # Numbers of an embedding.
 VECTOR_SIZE = 16
 
@@ -24,8 +26,9 @@ VECTOR_SIZE = 16
 class HashModel:
     """Settings of the hash model. `vocab` and `context` count tokens.
 
-    A step takes `step_ms`. An answer ends by itself after `end_after` tokens; 0: never. For tests of bad requests, a
-    step whose input has the token `die_on` kills the engine process, and one with `hang_on` never ends.
+    A step takes `step_ms`. An answer ends by itself after `end_after` tokens; 0: never. Each token of a draft is right
+    with probability `draft`; 0: no drafts. For tests of bad requests, a step whose input has the token `die_on` kills
+    the engine process, and one with `hang_on` never ends.
     """
 
     vocab: int = 32_000
@@ -35,6 +38,7 @@ class HashModel:
     context: int = 32_768
     die_on: int | None = None
     hang_on: int | None = None
+    draft: float = 0.0
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -43,7 +47,7 @@ class HashModel:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the settings that decide tokens, which `step_ms`, `die_on` and `hang_on` do not."""
+        """Return the digest of the settings that decide tokens: not step_ms, draft, die_on and hang_on."""
         manifest = {
             "architecture": "hash",
             "vocab": self.vocab,
@@ -73,7 +77,7 @@ def parse_hash_model(spec: str) -> HashModel:
             raise ArtifactError("model", f"{spec!r}: {key!r} {what}")
         values[key] = value
     numbers: dict[str, Any] = {
-        key: _milliseconds(spec, text) if key == "step_ms" else _whole(spec, key, text) for key, text in values.items()
+        key: _number(spec, key, text) if key in _MOST else _whole(spec, key, text) for key, text in values.items()
     }
     return HashModel(**numbers)
 
@@ -85,11 +89,11 @@ def _whole(spec: str, key: str, text: str) -> int:
     return int(text)
 
 
-def _milliseconds(spec: str, text: str) -> float:
+def _number(spec: str, key: str, text: str) -> float:
     try:
-        step_ms = float(text)
+        number = float(text)
     except ValueError:
-        step_ms = -1.0
-    if not 0 <= step_ms <= 60_000:
-        raise ArtifactError("model", f"{spec!r}: step_ms must be a number from 0 to 60000")
-    return step_ms
+        number = -1.0
+    if not 0 <= number <= _MOST[key]:
+        raise ArtifactError("model", f"{spec!r}: {key} must be a number from 0 to {_MOST[key]}")
+    return number

@@ -167,6 +167,11 @@ def _check_whole(verdict: Verdict, model: str, observation: Observation) -> None
         verdict.other += 1
         counts = f"{observation.completion_tokens} tokens, the model's are {expected.completion_tokens}"
         verdict.findings.append(f"request {number}: its usage counts {counts}")
+    most = 0 if observation.request.speculation == "off" else observation.drafted
+    if not observation.accepted <= most >= observation.drafted:
+        verdict.other += 1
+        counts = f"{observation.accepted} accepted of {observation.drafted} drafted tokens"
+        verdict.findings.append(f"request {number}: its summary counts {counts} of at most {most}")
 
 
 def _check_scores(verdict: Verdict, model: str, observation: Observation) -> None:

@@ -244,7 +244,7 @@ def prompt_options_of(request: Request) -> dict[str, Any]:
 def options_of(request: Request) -> dict[str, Any]:
     """Return the options of generate."""
     named = ("n", "best_of", "ignore_eos", "keep_stop", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo",
-             "logprobs_mode")  # fmt: skip
+             "logprobs_mode", "speculation")  # fmt: skip
     options: dict[str, Any] = {
         **prompt_options_of(request),
         "stream_interval": request.stream_interval,
@@ -275,6 +275,8 @@ def _take_piece(observation: Observation, piece: Piece) -> None:
         observation.prompt_logprobs = list(map(_plain, piece.finished.prompt_logprobs))
         usage = piece.finished.usage
         observation.prompt_tokens, observation.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        if (drafts := piece.finished.speculative_decoding) is not None:
+            observation.drafted, observation.accepted = drafts.draft_tokens, drafts.accepted_tokens
         observation.completed = True
         return
     answer = observation.answers.setdefault(piece.choice, Answer())

@@ -63,6 +63,7 @@ class Request(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     logprobs_mode: str | None = None
+    speculation: str | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     stream_interval: int = 1
@@ -158,6 +159,9 @@ class Observation(msgspec.Struct, tag=True):
     prompt_logprobs: list[Logprobs] = []
     completion_tokens: int = 0
     prompt_tokens: int = 0
+    # Tokens of drafts that were checked, and those of them that came, as the summary counts them.
+    drafted: int = 0
+    accepted: int = 0
     scores: list[Score] = []
     vectors: list[tuple[float, ...]] = []
 

@@ -18,7 +18,7 @@ from tests.trials.chaos.history import Pair, Request, Revision, Texts
 from tests.trials.chaos.oracle import truth
 
 # Its own end is beyond most answers, so that some end by it.
-MODEL = "hash:?vocab=32000&seed=1&step_ms=5&end_after=150"
+MODEL = "hash:?vocab=32000&seed=1&step_ms=5&end_after=150&draft=0.6"
 # The name under which it is registered.
 MODEL_NAME = "hash"
 TENANTS = ("acme", "globex")
@@ -181,6 +181,8 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         request = msgspec.structs.replace(request, logprob_token_ids=named)
     if listed.random() < 0.2:
         request = msgspec.structs.replace(request, logprobs_mode="processed_logprobs")
+    if listed.random() < 0.3:
+        request = msgspec.structs.replace(request, speculation="off")
     own = random.Random(f"prompt {seed} {number}")
     request = msgspec.structs.replace(
         request,

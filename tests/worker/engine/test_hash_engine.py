@@ -54,9 +54,9 @@ class RunningEngine:
         return {name: (tuple(ids[name]), last[name]) for name in ids}
 
 
-@pytest.fixture
-def running() -> Iterator[RunningEngine]:
-    running = RunningEngine(SPEC)
+@pytest.fixture(params=["", "&draft=0.7"])
+def running(request: pytest.FixtureRequest) -> Iterator[RunningEngine]:
+    running = RunningEngine(SPEC + request.param)
     yield running
     running.engine.close()
 
@@ -101,6 +101,23 @@ def test_greedy_answers_do_not_depend_on_what_shapes_the_noise() -> None:
         SamplingParams(min_p=0.5, typical_p=0.5),
     ):
         assert expected_ids(SPEC, PROMPT, sampling=sampling) == expected_ids(SPEC, PROMPT)
+
+
+@pytest.mark.parametrize("draft", [1.0, 0.7, 0.01])
+def test_drafts_give_more_tokens_a_step_the_more_often_they_are_right(draft: float) -> None:
+    running = RunningEngine(f"{SPEC}&draft={draft}")
+    stopping = StoppingParams(max_tokens=100)
+    for speculate in (True, False):
+        (ids, _) = running.answers(NewSequence(f"{speculate}", PROMPT, stopping=stopping, speculate=speculate))[
+            f"{speculate}"
+        ]
+        assert ids == expected_ids(SPEC, PROMPT, stopping=stopping)
+    stats = running.engine.stats()
+    running.engine.close()
+    # Three rows of four are free: steps of four tokens, and the last one's of what is left.
+    least, most = {1.0: (0.95, 1.0), 0.7: (0.4, 0.6), 0.01: (0.0, 0.05)}[draft]
+    assert least * stats.drafted <= stats.accepted <= most * stats.drafted
+    assert stats.steps == 200 - stats.accepted
 
 
 def test_a_vector_is_the_one_output_of_a_sequence_that_asks_for_it(

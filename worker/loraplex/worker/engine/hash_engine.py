@@ -10,7 +10,8 @@ import signal
 import threading
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Sequence as Ids
 from dataclasses import fields
 from hashlib import blake2b
 from io import SEEK_END
@@ -30,7 +31,15 @@ from loraplex.worker.engine.scheduling.grammars import GrammarThread
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
 from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
-from loraplex.worker.engine_api import AdapterSource, EngineConfig, EngineLimits, Failure, Output
+from loraplex.worker.engine_api import (
+    AdapterSource,
+    EngineConfig,
+    EngineLimits,
+    Failure,
+    Output,
+    Removal,
+    Speculation,
+)
 
 if TYPE_CHECKING:  # imported by the first grammar
     import numpy as np
@@ -125,6 +134,83 @@ def id_bytes(ids: Iterable[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
+class IdsHash:
+    """The hash of a sequence's ids, which grows with them: a token costs the same at any length."""
+
+    def __init__(self, root: blake2b) -> None:
+        self._state, self._count = root, 0
+
+    def of(self, ids: Ids[int], drafted: Ids[int]) -> blake2b:
+        """Return the hash of these ids, which begin with those of the call before, and of drafted ids after them."""
+        self._state.update(id_bytes(ids[self._count :]))
+        self._count = len(ids)
+        if not drafted:
+            return self._state
+        state = self._state.copy()
+        state.update(id_bytes(drafted))
+        return state
+
+
+def following(model: HashModel, sequence: Sequence, drafted: Ids[int]) -> tuple[int | Failure, blake2b]:
+    """Return the token after a sequence's ids and drafted ones, and the hash of all of these."""
+    spec, answered = sequence.spec, sequence.answered + len(drafted)
+    if sequence.engine_state is None:
+        digest = spec.adapter.digest if spec.adapter else ""
+        digest += f"@{spec.invoked_at}" if spec.invoked_at else ""
+        sequence.engine_state = IdsHash(hash_root(model, digest, spec.sampling, spec.choice))
+    state: blake2b = sequence.engine_state.of(sequence.ids, drafted)
+    banned = sequence.banned_ids(answered, drafted)
+    if ids := spec.sampling.allowed_token_ids:
+        return next_listed_token(model, state, answered, ids, banned), state
+    grammar = sequence.grammar
+    if grammar is None:
+        return next_token(model, state, answered, banned), state
+    if drafted:
+        grammar = grammar.copy()
+        if failure := grammar.replay(drafted):
+            return failure, state
+    allowed = grammar.allowed_ids(banned)
+    return (next_allowed_token(model, state, answered, allowed) if len(allowed) else grammar.problem()), state
+
+
+class HashDrafter:
+    """Drafts tokens that are right with the model's probability `draft`: a Drafter that knows the answer."""
+
+    def __init__(self, model: HashModel, tokens: int) -> None:
+        self._model, self._tokens = model, tokens
+
+    def propose(self, sequences: list[Sequence], rows: int, free: int) -> list[Ids[int]]:
+        """See Drafter."""
+        drafts = list[Ids[int]]()
+        for sequence in sequences:
+            drafts.append(self._draft(sequence, min(self._tokens, free)))
+            free -= len(drafts[-1])
+        return drafts
+
+    def _draft(self, sequence: Sequence, tokens: int) -> list[int]:
+        draft = list[int]()
+        while len(draft) < tokens:
+            token, state = following(self._model, sequence, draft)
+            if isinstance(token, Failure):
+                break
+            wrong = state.digest()[-1] >= 256 * self._model.draft
+            draft.append((token + wrong) % self._model.vocab)
+        return draft
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """See Drafter; as all that follow, without effect."""
+
+    def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:
+        """See Drafter."""
+
+    def end(self, sequence: Sequence) -> None:
+        """See Drafter."""
+
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Removal:
+        """See Drafter."""
+        return Removal()
+
+
 # Maximum bytes of adapters in host memory by default; like blocks, these are counted and take no memory.
 _HOST_BYTES = 1 << 30
 
@@ -156,6 +242,8 @@ class HashEngine(Engine[Scheduler]):
         scheduler = Scheduler(
             limits, model.end_token_ids, config.step_tokens, adapters, on_begun=on_begun, grammars=grammars
         )
+        if model.draft:
+            scheduler.drafter = HashDrafter(model, (config.speculation or Speculation()).num_speculative_tokens)
         super().__init__(scheduler, adapters, grammars)
 
     def step(self) -> list[Output]:
@@ -176,42 +264,22 @@ class HashEngine(Engine[Scheduler]):
             alternatives = sequence.spec.prompt_logprobs or 0
             for token in sequence.ids[told.start + 1 : told.stop + 1]:
                 sequence.prompt_logprobs.append(hash_logprobs(self._model, token, token, alternatives))
-        sampled = [self._next(row.sequence) for row in sampling]
+        sampled = [self._next(row) for row in sampling]
         failures = {row: token for row, (token, _) in zip(sampling, sampled, strict=True) if isinstance(token, Failure)}
         ids = [token if isinstance(token, int) else -1 for token, _ in sampled]
         return self._scheduler.commit(batch, ids, [logprobs for _, logprobs in sampled], failures)
 
-    def _next(self, sequence: Sequence) -> tuple[int | Failure, TokenLogprobs | None]:
-        if encode := sequence.spec.encode:
-            digest = sequence.spec.adapter.digest if sequence.spec.adapter else ""
-            sequence.vector = hash_vector(self._model, digest, sequence.ids, encode)
-            return 0, None
-        # The hash of all ids so far stays with the sequence, so that a token costs the same at any length.
-        state: blake2b | None = sequence.engine_state
-        if state is None:
-            spec = sequence.spec
+    def _next(self, row: Row) -> tuple[int | Failure, TokenLogprobs | None]:
+        sequence, spec = row.sequence, row.sequence.spec
+        if spec.encode:
             digest = spec.adapter.digest if spec.adapter else ""
-            digest += f"@{spec.invoked_at}" if spec.invoked_at else ""
-            state = sequence.engine_state = hash_root(self._model, digest, spec.sampling, spec.choice)
-            state.update(id_bytes(sequence.ids))
-        banned = sequence.banned_ids(sequence.answered)
-        grammar = sequence.grammar
-        if ids := sequence.spec.sampling.allowed_token_ids:
-            token = next_listed_token(self._model, state, sequence.answered, ids, banned)
-        elif grammar is not None:
-            allowed = grammar.allowed_ids(banned)
-            if not len(allowed):
-                return grammar.problem(), None
-            token = next_allowed_token(self._model, state, sequence.answered, allowed)
-        else:
-            token = next_token(self._model, state, sequence.answered, banned)
-        logprobs = None
-        if sequence.spec.logprobs is not None:
-            number = state.digest()[sequence.spec.sampling.processed_logprobs]
-            named = sequence.spec.logprob_token_ids
-            logprobs = hash_logprobs(self._model, token, number, sequence.spec.logprobs, named)
-        state.update(id_bytes((token,)))
-        return token, logprobs
+            sequence.vector = hash_vector(self._model, digest, sequence.ids, spec.encode)
+            return 0, None
+        token, state = following(self._model, sequence, row.drafted)
+        if isinstance(token, Failure) or spec.logprobs is None:
+            return token, None
+        number = state.digest()[spec.sampling.processed_logprobs]
+        return token, hash_logprobs(self._model, token, number, spec.logprobs, spec.logprob_token_ids)
 
 
 def _inject_fault(model: HashModel, batch: Batch) -> None:
