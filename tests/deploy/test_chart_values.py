@@ -190,6 +190,13 @@ def test_a_revision_is_staged_beside_the_live_one_and_has_pools_of_its_own() -> 
     assert re.fullmatch(schema["properties"]["digest"]["pattern"], digest)
 
 
+def test_drafts_of_a_pool_are_configured_in_json(tmp_path: Path) -> None:
+    text = '{"method": "suffix", "num_speculative_tokens": 4}'
+    manifests = render_values(tmp_path, {"workerDefaults": {"speculativeConfig": text}})
+    (worker,) = [pod for one, pod in pods_of(manifests) if "-worker-" in one["metadata"]["name"]]
+    assert f"--speculative-config={text}" in worker["containers"][0]["command"]
+
+
 def test_an_upgrade_changes_nothing_that_kubernetes_keeps() -> None:
     # Fields that Kubernetes lets nobody change; of a claim all stay
     # but its size.

@@ -24,7 +24,7 @@ FLAGS = (
     *("--speculative-config", f'{{"method": "suffix", "num_speculative_tokens": {MOST}}}'),
 )
 OPTIONS: dict[str, Any] = {
-    **{"token_ids": [3 + at * 7 % 50 for at in range(40)], "max_tokens": 600, "ignore_eos": True},
+    **{"token_ids": [3 + at * 7 % 50 for at in range(40)], "max_tokens": 400, "ignore_eos": True},
     **{"temperature": 0.3, "seed": 5, "n": 2, "logprobs": 1},
 }
 
@@ -36,9 +36,8 @@ async def test_drafts_are_counted_everywhere_and_change_nothing(start_cluster: S
         async with AsyncClient(cluster.local.router, TENANT, resume_attempts=100) as client:
             plain = await client.generate(**OPTIONS, speculation="off")
             assert plain.speculative_decoding is None
-            for disturb in (undisturbed, other_worker, other_router):
-                answer = await disturb(cluster, client)
-                assert answer.choices == plain.choices, disturb.__name__
+            for answer in (await client.generate(**OPTIONS), await disturbed(cluster, client)):
+                assert answer.choices == plain.choices
                 check(answer.speculative_decoding)
         await check_http(cluster)
 
@@ -50,37 +49,27 @@ def check(counts: SpeculativeDecoding | None) -> None:
     assert counts.mean_acceptance_length == 1 + counts.accepted_tokens / counts.steps
 
 
-async def undisturbed(cluster: Cluster, client: AsyncClient) -> Generation:
-    return await client.generate(**OPTIONS)
-
-
-async def other_worker(cluster: Cluster, client: AsyncClient) -> Generation:
+async def disturbed(cluster: Cluster, client: AsyncClient) -> Generation:
+    """Return an answer whose worker is killed, and later its router."""
     stream = client.generate_stream(**OPTIONS)
     async for piece in stream:
-        if piece.offset > 100:
+        if piece.offset > 50:
             break
     cluster.local.kill("worker-1", signal.SIGKILL)
     await cluster.local.start_worker()
-    answer = await stream.result()
-    assert answer.continuations == 1
-    return answer
-
-
-async def other_router(cluster: Cluster, client: AsyncClient) -> Generation:
-    stream = client.generate_stream(**OPTIONS)
     async for piece in stream:
-        if piece.offset > 100:
+        if piece.offset > 200:
             break
     cluster.local.kill("router-1", signal.SIGKILL)
     await cluster.local.restart("router-1")
     answer = await stream.result()
-    assert answer.continuations == 1
+    assert answer.continuations
     return answer
 
 
 async def check_http(cluster: Cluster) -> None:
     """A stream tells the counts with its usage, prompts of one request their sum; a request may refuse drafts."""
-    body = {"model": "shout", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    body = {"model": "shout", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
     headers = {"x-loraplex-tenant": TENANT}
     async with httpx2.AsyncClient(base_url=f"http://{cluster.local.http}/v1", headers=headers, timeout=60.0) as http:
         whole = (await http.post("/completions", json={**body, "prompt": ["one", "two"]})).json()

@@ -358,6 +358,7 @@ class EngineStats:
     computed_tokens: int
     prefix_queries: int
     prefix_hits: int
-    # Since the start: tokens that drafts proposed, and those of them that became tokens of answers.
+    # Since the start: steps' drafts, tokens that they proposed, and those of them that became tokens of answers.
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0

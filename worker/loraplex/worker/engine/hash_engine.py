@@ -206,7 +206,7 @@ class HashDrafter:
     def end(self, sequence: Sequence) -> None:
         """See Drafter."""
 
-    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Removal:
+    def forget_tenant(self, tenant: str, kept_adapters: Container[str], running: Iterable[Sequence]) -> Removal:
         """See Drafter."""
         return Removal()
 

@@ -169,6 +169,7 @@ _REPORTED = (
     _stat("adapter_swaps", "Adapters that left their slot for another.", lambda stats: stats.tiers.swaps, counts=True),
     _stat("engine_steps", "Steps of the engine.", lambda stats: stats.steps, counts=True),
     _stat("engine_computed_tokens", "Tokens computed, prompts' too.", lambda stats: stats.computed_tokens, counts=True),
+    _stat("spec_decode_num_drafts", "Drafts that steps checked.", lambda stats: stats.drafts, counts=True),
     _stat("spec_decode_num_draft_tokens", "Tokens that were drafted.", lambda stats: stats.drafted, counts=True),
     _stat("spec_decode_num_accepted_tokens", "Of these, those that came.", lambda stats: stats.accepted, counts=True),
     _stat("num_preemptions", "Sequences that had to give their blocks back.", lambda s: s.preemptions, counts=True),

@@ -167,7 +167,7 @@ class SequenceScheduler(ABC):
         self._sequences: dict[str, Sequence] = {}
         # Counts since the start; see EngineStats.
         self._taken = self._steps = self._computed_tokens = self._prefix_queries = self._prefix_hits = 0
-        self._drafted = self._accepted = 0
+        self._drafts = self._drafted = self._accepted = 0
         # None: no drafts.
         self.drafter: Drafter | None = None
 
@@ -265,6 +265,7 @@ class SequenceScheduler(ABC):
             computed_tokens=self._computed_tokens,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            drafts=self._drafts,
             drafted=self._drafted,
             accepted=self._accepted,
         )
@@ -499,6 +500,7 @@ class Scheduler(SequenceScheduler):
     def _learn(self, drafting: list[Row], outputs: list[Output]) -> None:
         """Count, and tell the drafter, what became of the drafts behind these rows."""
         for row, output in zip(drafting, (output for output in outputs if output.drafted), strict=True):
+            self._drafts += 1
             self._drafted += output.drafted
             self._accepted += output.accepted
             if self.drafter is not None:
