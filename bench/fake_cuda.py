@@ -310,6 +310,9 @@ class FakeEngine:
 
     def _draw(self, row: Row) -> int:
         grammar = row.sequence.grammar
+        if grammar is not None and row.place:
+            grammar = grammar.copy()
+            grammar.replay(row.drafted)
         allowed = grammar.allowed_ids(frozenset()).tolist() if grammar is not None and row.live else None
         return self._chance.choice(allowed) if allowed else self._chance.randrange(self.engine.limits.vocab_size)
 

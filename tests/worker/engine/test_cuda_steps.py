@@ -24,6 +24,7 @@ from loraplex.worker.engine_api import AdapterSource, CaptureFailedError, Engine
 from tests.drawn_schemas import byte_tokenizer
 from tests.tiny_models import TinyModel
 from tests.worker.engine.model.tiny_families import VOCAB, make_config, make_model
+from tests.worker.engine.scheduling.paged_model import Prophet
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -118,6 +119,34 @@ def test_no_kernel_is_compiled_once_the_engine_serves(
         assert {decodes, "attend_chunks", "combine_chunks", "shrink_rows", "expand_rows", "weigh_parts"} <= launched
         served = device.kernels[-1000:]
         assert {one.kernel.__name__ for one in served} >= {decodes, "combine_chunks"}
+
+
+def test_a_step_with_drafts_is_a_captured_graph_and_compiles_nothing(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is collected before the next one is scheduled, whose drafts need its ids."""
+    replayed: list[int] = []
+    replay = DecodeGraphs.replay
+
+    def watched(graphs: DecodeGraphs, size: int, *, adapted: bool) -> torch.Tensor:
+        replayed.append(size)
+        return replay(graphs, size, adapted=adapted)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", watched)
+    config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, block_size=4, kv_blocks=60, step_tokens=16)
+    with fake_engine(config) as (engine, device):
+        ready = set(device.compiled)
+        engine._scheduler.drafter = prophet = Prophet(lambda _: [0] * 60, 320, 0.9, random.Random(1))
+        for name, adapter in (("one", None), ("two", AdapterSource("a", "/"))):
+            stopping = StoppingParams(40, ignore_eos=True)
+            engine.add_sequence(NewSequence(name, (1, 2, 3), stopping=stopping, adapter=adapter))
+        while engine.has_work():
+            assert not [output.failure for output in engine.step() if output.failure]
+        stats = engine.stats()
+        print(f"{prophet.steps} of {stats.steps} steps had drafts, {stats.accepted} of {stats.drafted} ids accepted")
+        assert prophet.steps > 5
+        assert set(replayed) == {1, 2, 4, 6}
+        assert set(device.compiled) == ready
 
 
 def test_a_step_does_not_dequantize_weights(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
