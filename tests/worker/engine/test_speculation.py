@@ -185,3 +185,15 @@ def test_drafts_of_what_came_before_are_accepted(model: TinyModel, make_engine: 
     print(stats.accepted, "of", stats.drafted, "accepted in", stats.steps, "steps")
     assert stats.accepted
     assert engine.forget_tenant("", ())["drafts"] == Removal(2 * len(requests))
+
+
+def test_what_a_format_forces_is_a_draft(model: TinyModel, make_engine: Any, run_until_idle: Any) -> None:
+    """Of a first answer, whose prompt has nothing of it. One byte a token: nothing splits otherwise."""
+    schema = {"type": "object", "properties": {"a_long_name": {"type": "integer"}}, "required": ["a_long_name"]}
+    request = model.request("a", (200, 210), 60, grammar=json_grammar(json.dumps(schema)), logprobs=2)
+    truth = answers_of(run_until_idle(make_engine(model.directory, **ROOMY), {0: [request]}))
+    engine = make_engine(model.directory, **ROOMY, speculation=Speculation())
+    assert answers_of(run_until_idle(engine, {0: [request]})) == truth
+    stats = engine.stats()
+    print(stats.accepted, "of", stats.drafted, "accepted in", stats.steps, "steps")
+    assert stats.accepted > 6

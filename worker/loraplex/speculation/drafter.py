@@ -93,6 +93,9 @@ class SuffixDrafter:
             if longer > length:
                 length, draft = longer, other
         kind = _KIND_OF[length]
+        forced = [*sequence.grammar.forced[:most]] if sequence.grammar is not None else []
+        if draft[: len(forced)] != forced:
+            draft, kind = forced, _FORCED
         ends = sequence.end_ids | sequence.stop_ids
         if not ends.isdisjoint(draft):
             draft = draft[: next(place for place, token in enumerate(draft) if token in ends)]

@@ -111,6 +111,8 @@ def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
         at.trim(mask, row.banned_ids)
         if mask.any() and not at.matcher.is_error():
             allowed[row] = mask
+            if grammar.looks_for_forced and row.place == len(row.draft) and (row.place or not grammar.forced):
+                grammar.forced = (*row.draft, *at.forced_ids(mask))
         else:
             failures[row] = at.problem()
     return Masks(allowed, failures)

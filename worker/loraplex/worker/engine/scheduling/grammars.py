@@ -23,7 +23,7 @@ from loraplex.contracts.grammars.matching import Vocabulary, compile_grammar, pl
 from loraplex.contracts.grammars.prover import Prover, ProverBusyError
 from loraplex.contracts.options import StoppingParams
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
-from loraplex.worker.engine_api import Failure, NewSequence, Removal
+from loraplex.worker.engine_api import MAX_DRAFT, Failure, NewSequence, Removal
 
 # Imported by the first grammar: see grammars.matching.
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ CACHE_BYTES = 64 << 20
 # characters, and 7.9 million for a schema of 42,500 with 1,500 properties.
 _BASE_BYTES = 100_000
 _BYTES_PER_CHARACTER = 200
+
+# Maximum number of a mask's words with ids, 32 a word, where one text may be all that is left: a token of more bytes is
+# rare.
+_FEW_WORDS = 16
 
 # A grammar that is compiled once, so that what all of them need is there.
 _WARM_UP = choices_grammar(["a"])
@@ -61,6 +65,10 @@ class GrammarState:
         self._own_ends = frozenset(() if stopping.ignore_eos else stopping.end_ids) - vocabulary.end_ids
         self.vocabulary = vocabulary
         self.complete = False
+        # The next ids, where the last masks left but one text: a draft, as the model may split it otherwise. Looked for
+        # where there are drafts.
+        self.forced: tuple[int, ...] = ()
+        self.looks_for_forced = False
         self._hidden_ids = vocabulary.end_ids if stopping.ignore_eos else frozenset[int]()
         # Without an end token nothing tells that an answer is complete but that nothing else may come.
         self._looks_ahead = stopping.ignore_eos or not vocabulary.end_ids
@@ -68,6 +76,7 @@ class GrammarState:
 
     def advance(self, token: int) -> Failure | None:
         """Take the next id of the answer; return why the answer fails where the grammar does not allow it."""
+        self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
         if not self.complete and not self._take(token):
             return grammar_failure(f"token {token} is not allowed: {plain_error(self.matcher.get_error())}")
         self._look()
@@ -85,6 +94,36 @@ class GrammarState:
         draft = list(takewhile(lambda token: token not in ends, draft))
         matchers = [self.matcher] if self._bound is None else [self.matcher, self._bound]
         return draft[: min(matcher.validate_tokens(draft) for matcher in matchers)]
+
+    def forced_ids(self, mask: np.ndarray) -> list[int]:
+        """Return the ids that must follow, where the mask [words] of the next ones leaves but one text."""
+        import numpy as np
+
+        state, forced = self, list[int]()
+        while len(forced) < MAX_DRAFT and (token := state._only_text(mask)) is not None:
+            forced.append(token)
+            state = self.copy() if state is self else state
+            if state.advance(token) or state.complete:
+                break
+            mask = np.zeros_like(mask)
+            state.fill(mask)
+            state.trim(mask, frozenset())
+        return forced
+
+    def _only_text(self, mask: np.ndarray) -> int | None:
+        """Return the id with the longest text, if that begins with the texts of all others that the mask leaves."""
+        import numpy as np
+
+        words = np.flatnonzero(mask)
+        if len(words) > _FEW_WORDS:  # the usual case, and cheap
+            return None
+        bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(len(words), 32)
+        ids = [32 * int(words[word]) + int(bit) for word, bit in np.argwhere(bits)]
+        texts = {token: self.vocabulary.tokens.decode_bytes([token]) for token in ids}
+        longest = max(ids, key=lambda token: len(texts[token]), default=None)
+        if longest is None or not self.vocabulary.end_ids.isdisjoint(ids):
+            return None
+        return longest if all(texts[longest].startswith(text) for text in texts.values()) else None
 
     def copy(self) -> GrammarState:
         """Return one that takes ids of its own."""

@@ -333,6 +333,7 @@ class Scheduler(SequenceScheduler):
         if isinstance(grammar, Failure):
             return self.fail([sequence.sequence_id], grammar)
         sequence.grammar = grammar
+        grammar.looks_for_forced = self.drafter is not None and sequence.spec.speculate
         finish = sequence.finish()
         if finish is None:
             self._waiting.enter(sequence)
