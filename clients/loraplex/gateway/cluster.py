@@ -93,8 +93,8 @@ class Cluster:
         self._names_until = 0.0
         self._digests: frozenset[str] = frozenset()
         self._bytes: dict[tuple[str, int], bytes] = {}
-        # Tenants of credentials that a router has accepted, by their hashes; revoked ones may stay.
-        self._tenants: dict[bytes, str] = {}
+        # Tenants and holders of credentials that a router has accepted, by their hashes; revoked ones may stay.
+        self._holders: dict[bytes, tuple[str, str]] = {}
 
     async def close(self) -> None:
         """Close the channels."""
@@ -106,10 +106,18 @@ class Cluster:
         """Return a client that calls as the request's tenant, or with its credential. Raises HttpError."""
         return self._client.for_caller(*self._who(headers))
 
-    def identity(self, headers: Headers) -> bytes:
-        """Return a hash of a request's credential, or of its tenant where none is checked. Raises HttpError."""
+    async def identity(self, headers: Headers, *, fresh: bool = False) -> bytes:
+        """Return a hash of who calls: the same for all secrets of an API key, and for all tokens of a subject.
+
+        It is the tenant's where no credential is checked, and the credential's where no router tells whose it is.
+        `fresh` asks a router now: one that knows a secret which has ended is not its key's holder. Raises HttpError,
+        LoraplexError.
+        """
         tenant, credential = self._who(headers)
-        return sha256((credential or f"tenant {tenant}").encode()).digest()
+        who = f"credential {credential}" if credential else f"tenant {tenant}"
+        if credential and all(holder := await self._holder_of(credential, fresh=fresh)):
+            who = "holder {} {}".format(*holder)
+        return sha256(who.encode()).digest()
 
     def releases(self, headers: Headers) -> AsyncConnection:
         """Return a connection to the store's ReleaseService, for the request's tenant. Raises HttpError."""
@@ -153,7 +161,7 @@ class Cluster:
         except HttpError:  # the handler raises it, where it needs a caller
             return ""
         if self._checks_credentials:
-            tenant = credential and await self._tenant_of(credential)
+            tenant = credential and (await self._holder_of(credential))[0]
         return f"tenant {tenant}" if tenant or not self._checks_credentials else ""
 
     def claimed(self, headers: Headers) -> str:
@@ -161,30 +169,32 @@ class Cluster:
         tenant, credential = self._who(headers)
         if self._checks_credentials:
             key = sha256(credential.encode())
-            tenant = self._tenants.get(key.digest(), "")
+            tenant, _ = self._holders.get(key.digest(), ("", ""))
             return f"tenant {tenant}" if tenant else f"credential {key.hexdigest()}"
         return f"tenant {tenant}"
 
-    async def _tenant_of(self, credential: str) -> str:
-        """Return the tenant of a credential; empty where no router tells it. Raises UnauthenticatedError."""
+    async def _holder_of(self, credential: str, *, fresh: bool = False) -> tuple[str, str]:
+        """Return the tenant of a credential and who of it has it; both empty where no router tells it.
+
+        Raises UnauthenticatedError; `fresh` asks whatever is remembered, and raises any LoraplexError.
+        """
         key = sha256(credential.encode()).digest()
-        if key in self._tenants:
-            return self._tenants[key]
+        if key in self._holders and not fresh:
+            return self._holders[key]
         try:
-            async with asyncio.timeout(_ACCEPTED_S):
-                tenant = await self._client.for_caller(api_key=credential).tenant()
-            if not tenant:  # from an older router
-                return ""
-        except UnauthenticatedError:
-            raise
-        except PermissionDeniedError:  # a known caller, who may call something else
-            tenant = ""
-        except (LoraplexError, TimeoutError):
-            return ""
-        if len(self._tenants) >= _ACCEPTED:
-            self._tenants.clear()
-        self._tenants[key] = tenant
-        return tenant
+            holder = await self._client.for_caller(api_key=credential).identity(timeout_s=_ACCEPTED_S)
+            if not holder[0]:  # from an older router
+                return holder
+        except LoraplexError as error:
+            if fresh or isinstance(error, UnauthenticatedError):
+                raise
+            if not isinstance(error, PermissionDeniedError):  # a known caller, who may call something else
+                return "", ""
+            holder = "", ""
+        if len(self._holders) >= _ACCEPTED:
+            self._holders.clear()
+        self._holders[key] = holder
+        return holder
 
     def _who(self, headers: Headers) -> tuple[str, str]:
         """Return the tenant and the credential of a request, each empty for none. Raises HttpError."""

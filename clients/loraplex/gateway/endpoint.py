@@ -206,16 +206,11 @@ class HttpCall:
         """Return the client of the request's tenant. Raises HttpError, LoraplexError."""
         return self.cluster.caller(self.exchange.headers)
 
-    @property
-    def identity(self) -> bytes:
-        """Return a hash of the request's credential, or of its tenant without credentials. Raises HttpError."""
-        return self.cluster.identity(self.exchange.headers)
-
     async def named(self, name: str) -> Mapping[str, Any]:
         """Return the options of what `name` names, as Cluster.named does. Raises HttpError, LoraplexError."""
         options = await self.cluster.named(self.caller, name)
         if adapter := options.get("adapter_id"):
-            return {**options, "adapter_id": self.trainers.exact(self.identity, adapter)}
+            return {**options, "adapter_id": self.trainers.exact(self.counted_as, adapter)}
         return options
 
     def sign_in(self) -> tuple[Providers, Cookies]:
@@ -397,7 +392,8 @@ async def _run(handler: Handler, call: HttpCall, *, samples: bool) -> None:
         await handler(call)
         return
     began = time.monotonic()
-    async with call.trainers.sampling(call.identity, call.timeout_s):
+    caller = await call.cluster.identity(call.exchange.headers)
+    async with call.trainers.sampling(caller, call.timeout_s):
         if call.timeout_s is not None:
             call.timeout_s = max(1e-3, call.timeout_s - (time.monotonic() - began))
         await handler(call)

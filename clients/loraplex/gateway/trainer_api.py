@@ -83,7 +83,7 @@ async def load_adapter(call: HttpCall) -> None:
         raise
     except TimeoutError:
         raise HttpError(504, "deadline_exceeded", "it was not loaded within the request's deadline") from None
-    call.trainers.remember(call.identity, name, loaded.revision.digest)
+    call.trainers.remember(call.counted_as, name, loaded.revision.digest)
     await call.exchange.answer(
         {
             "status": "ok",
@@ -99,7 +99,7 @@ async def unload_adapter(call: HttpCall) -> None:
     """Remove an adapter with all its revisions; answers that run on them go on. Raises HttpError, LoraplexError."""
     name = (await call.read(UNLOAD))["lora_name"]
     await _store(call).delete(name)
-    call.trainers.remember(call.identity, name, "")
+    call.trainers.remember(call.counted_as, name, "")
     await call.exchange.answer({"status": "ok", "name": name})
 
 
@@ -109,7 +109,7 @@ async def pause(call: HttpCall) -> None:
     if mode not in {"keep", "wait"}:
         why = f"{mode[:80]!r} is not served: answers end on the revision that they began with; give keep or wait"
         raise not_served("mode", why)
-    caller = call.identity
+    caller = await _holder(call)
     call.trainers.pause(caller, call.counted_as)
     if mode == "wait":
         try:
@@ -123,14 +123,14 @@ async def pause(call: HttpCall) -> None:
 @always_served
 async def resume(call: HttpCall) -> None:
     """Let the caller's sampling calls go on. Raises HttpError."""
-    call.trainers.resume(call.identity)
+    call.trainers.resume(await _holder(call))
     await call.exchange.answer({"status": "resumed"})
 
 
 @always_served
 async def is_paused(call: HttpCall) -> None:
     """Answer whether the caller's new sampling calls wait. Raises HttpError."""
-    await call.exchange.answer({"is_paused": call.trainers.is_paused(call.identity)})
+    await call.exchange.answer({"is_paused": call.trainers.is_paused(await _holder(call))})
 
 
 async def reset_prefix_cache(call: HttpCall) -> None:
@@ -157,6 +157,11 @@ async def server_info(call: HttpCall) -> None:
         "weight_transfer_config": None,
     }
     await call.exchange.answer({"vllm_config": config})
+
+
+async def _holder(call: HttpCall) -> bytes:
+    """Return whose pause it is: of a credential that is valid now, since one that has ended was its holder's too."""
+    return await call.cluster.identity(call.exchange.headers, fresh=True)
 
 
 def _store(call: HttpCall) -> AsyncStoreClient:

@@ -1,7 +1,8 @@
 """Hold the state that trainers set at this gateway: paused callers, and names that were just loaded.
 
-Both belong to a credential, and without credentials to a tenant: no caller holds up or sees another's. A second gateway
-does not know them: calls there do not wait, and a name that was loaded again means its former revision for a second.
+A pause belongs to the holder of credentials, an API key's or a subject, and without credentials to a tenant: nobody
+holds up another's calls. A name is the tenant's. A second gateway does not know them: calls there do not wait, and a
+name that was loaded again means its former revision for a second.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from loraplex.runtime.rpc.shares import Shares
 PAUSE_S = 600.0
 # Maximum number of callers that have paused; a tenant gets a share of them.
 _PAUSED = 1_024
-# Time in seconds for which a loaded name is sent with its digest; routers look for other revisions each second.
-_LOADED_S = 5.0
+# Time in seconds for which a loaded name is sent with its digest: routers learn within one what it means, and what
+# another gateway has loaded is not seen before.
+_LOADED_S = 1.5
 # Maximum number of loaded names that are remembered.
 _LOADED = 10_000
 
@@ -33,8 +35,8 @@ class Trainers:
         self._shares = Shares(_PAUSED)
         self._running: Counter[bytes] = Counter()
         self._idle: dict[bytes, asyncio.Event] = {}
-        # The digest that a caller's name means, and until when it is certain.
-        self._loaded: dict[tuple[bytes, str], tuple[str, float]] = {}
+        # The digest that a tenant's name means, and until when it is certain.
+        self._loaded: dict[tuple[str, str], tuple[str, float]] = {}
 
     def pause(self, caller: bytes, tenant: str) -> None:
         """Let the caller's new sampling calls wait until it resumes, or PAUSE_S have passed. Raises HttpError."""
@@ -86,15 +88,15 @@ class Trainers:
         while self._running[caller]:
             await self._idle.setdefault(caller, asyncio.Event()).wait()
 
-    def remember(self, caller: bytes, name: str, digest: str) -> None:
-        """Remember what a name means that was loaded now; an empty digest forgets it."""
-        self._loaded.pop((caller, name), None)
-        if digest:
-            self._loaded[caller, name] = digest, time.monotonic() + _LOADED_S
+    def remember(self, tenant: str, name: str, digest: str) -> None:
+        """Remember what a name means that was loaded now; an empty digest forgets it, and nobody's is not known."""
+        self._loaded.pop((tenant, name), None)
+        if digest and tenant:
+            self._loaded[tenant, name] = digest, time.monotonic() + _LOADED_S
         while len(self._loaded) > _LOADED or (self._loaded and next(iter(self._loaded.values()))[1] < time.monotonic()):
             del self._loaded[next(iter(self._loaded))]
 
-    def exact(self, caller: bytes, name: str) -> str:
+    def exact(self, tenant: str, name: str) -> str:
         """Return a name with the digest of the revision that was just loaded, or as it is."""
-        digest, until = self._loaded.get((caller, name), ("", 0.0))
+        digest, until = self._loaded.get((tenant, name), ("", 0.0))
         return f"{name}@{digest}" if time.monotonic() < until else name

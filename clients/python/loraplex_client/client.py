@@ -259,10 +259,13 @@ class RouterCalls(EncodingCalls, RerankingCalls, Generic[Store, Stream]):
         return tuple(response.token_bytes)
 
     @method
-    def tenant(self, *, timeout_s: float | None = None) -> Script[str]:
-        """Return the tenant that the router takes the caller for; empty from an older one. Raises LoraplexError."""
+    def identity(self, *, timeout_s: float | None = None) -> Script[tuple[str, str]]:
+        """Return the tenant that the router takes the caller for, and who it is of that. Raises LoraplexError.
+
+        A credential that is rotated has the same. Both are empty from an older router.
+        """
         response = yield Call("ListModels", inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
-        return str(response.tenant)
+        return str(response.tenant), str(response.caller)
 
     @method
     def models(

@@ -29,7 +29,7 @@ class Routers:
         self._key = api_key
         return self
 
-    async def tenant(self) -> str:
+    async def identity(self, *, timeout_s: float) -> tuple[str, str]:
         self.asked[self._key] += 1
         if self.fails is not None:
             raise self.fails
@@ -37,7 +37,9 @@ class Routers:
             raise PermissionDeniedError("no scope")
         if self._key != KEY and not self._key.startswith("header."):
             raise UnauthenticatedError("no such key")
-        return "globex" if self._key == KEY else "acme"
+        if self._key == KEY:
+            return "globex", "key key as trainer"
+        return "acme", f"token of {self._key.split('.')[1]!r} as tenant-user"
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def routers() -> Routers:
 @pytest.fixture
 def cluster(routers: Routers) -> Cluster:
     instance = Cluster.__new__(Cluster)
-    instance._client, instance._checks_credentials, instance._tenants = routers, True, {}  # type: ignore[assignment]
+    instance._client, instance._checks_credentials, instance._holders = routers, True, {}  # type: ignore[assignment]
     return instance
 
 
@@ -78,6 +80,20 @@ async def test_all_tokens_of_a_tenant_are_one_caller(cluster: Cluster) -> None:
     assert len(unproven) == 24
     assert {await cluster.counted_as(headers) for headers in tokens} == {"tenant acme"}
     assert {cluster.claimed(headers) for headers in tokens} == {"tenant acme"}, "owners of conversations"
+
+
+async def test_a_rotated_credential_is_its_holders_while_it_is_valid(cluster: Cluster, routers: Routers) -> None:
+    old, new, other = (Headers({"x-api-key": f"header.{who}"}) for who in ("anna.1", "anna.2", "bert.1"))
+    anna = await cluster.identity(old, fresh=True)
+    assert anna == await cluster.identity(new) == await cluster.identity(new, fresh=True)
+    assert len({anna, await cluster.identity(other), await cluster.identity(Headers({"x-api-key": KEY}))}) == 3
+    routers.fails = UnauthenticatedError("has ended")
+    assert await cluster.identity(old) == anna  # remembered: routers refuse what it asks for
+    with pytest.raises(UnauthenticatedError):
+        await cluster.identity(old, fresh=True)
+    routers.fails = UnavailableError("no router")
+    with pytest.raises(UnavailableError):
+        await cluster.identity(new, fresh=True)
 
 
 async def test_made_up_keys_have_no_share_of_their_own(cluster: Cluster, routers: Routers) -> None:

@@ -34,7 +34,7 @@ class Caller:
     async def counted_as(self, headers: Headers) -> str:
         return headers.get("authorization", "")
 
-    def identity(self, headers: Headers) -> bytes:
+    async def identity(self, headers: Headers, *, fresh: bool = False) -> bytes:
         return headers.get("authorization", "").encode()
 
 
@@ -159,6 +159,15 @@ async def test_one_tenants_pauses_leave_room_for_others() -> None:
         trainers.resume(b"key %d" % number)
     trainers.resume(b"key")
     assert not trainers._shares._of_tenant
+
+
+def test_a_name_that_another_key_of_the_tenant_loads_is_the_new_one() -> None:
+    trainers = Trainers()
+    trainers.remember("tenant acme", "policy", "sha256:1")
+    trainers.remember("tenant acme", "policy", "sha256:2")
+    trainers.remember("", "policy", "sha256:3")
+    assert trainers.exact("tenant acme", "policy") == "policy@sha256:2"
+    assert trainers.exact("tenant globex", "policy") == trainers.exact("", "policy") == "policy"
 
 
 async def test_the_bodies_of_a_caller_have_half_of_what_all_may_have() -> None:

@@ -120,7 +120,9 @@ class _Endless(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
         """Return the model and the caller's tenant, which the gateway counts requests by."""
-        return pb.ListModelsResponse(models=[pb.Model(name="hash", tasks=["generate"])], tenant=caller().tenant)
+        return pb.ListModelsResponse(
+            models=[pb.Model(name="hash", tasks=["generate"])], tenant=caller().tenant, caller=caller().name
+        )
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """Send nothing."""

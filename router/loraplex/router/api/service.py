@@ -457,6 +457,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             configs[m.manifest.name] = await self.prompts.in_turn(calling_tenant(), tell)
         return pb.ListModelsResponse(
             tenant=caller().tenant,
+            caller=f"{caller().name} as {', '.join(sorted(caller().roles))}",
             models=[
                 pb.Model(
                     name=m.manifest.name,
