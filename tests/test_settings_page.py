@@ -12,8 +12,8 @@ from loraplex.batch_runner.settings import RunnerSettings
 from loraplex.gateway.settings import GatewaySettings
 from loraplex.operator.scaler.settings import ScalerSettings
 from loraplex.operator.settings import OperatorSettings
-from loraplex.router.settings import Settings as RouterSettings
-from loraplex.worker.io.settings import Settings as WorkerSettings
+from loraplex.router.settings import RouterSettings
+from loraplex.worker.io.settings import WorkerSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 PROCESSES: dict[str, type[Any]] = {

@@ -32,7 +32,7 @@ ClaimPath = str | list[str]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The role of a group's members, and their tenant where it is a role of a tenant."""
 
     group: _Text
@@ -73,7 +73,7 @@ class Issuer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     roles: ClaimPath = "roles"
     scope: ClaimPath = "scope"
     groups: ClaimPath = "groups"
-    rules: list[Rule] | None = None
+    rules: list[GroupRule] | None = None
     sign_in: SignIn | None = None
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service
 
 from loraplex.audit_export import otlp
 from loraplex.cli.audit_chain import read, verify
-from loraplex.router.settings import Settings
+from loraplex.router.settings import RouterSettings
 from loraplex.runtime.telemetry.metrics import Meters
 from loraplex.runtime.tenancy.audit_log import AuditCounts, AuditFileError, AuditLog
 
@@ -201,5 +201,5 @@ def test_a_collector_that_cannot_be_called_ends_the_start(
 
 
 def test_several_router_processes_send_to_the_same_collector() -> None:
-    settings = Settings(store="127.0.0.1:1", redis_url="redis://127.0.0.1", audit="otlp", processes=2)
+    settings = RouterSettings(store="127.0.0.1:1", redis_url="redis://127.0.0.1", audit="otlp", processes=2)
     assert settings.of_process(2).audit == "otlp"

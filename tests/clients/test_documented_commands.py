@@ -19,10 +19,10 @@ from loraplex.cli.__main__ import app
 from loraplex.gateway.settings import GatewaySettings
 from loraplex.operator.scaler.settings import ScalerSettings
 from loraplex.operator.settings import OperatorSettings
-from loraplex.router.settings import Settings as RouterSettings
+from loraplex.router.settings import RouterSettings
 from loraplex.worker.cluster_plan import LoadSettings
 from loraplex.worker.engine_api import FailureReason
-from loraplex.worker.io.settings import Settings as WorkerSettings
+from loraplex.worker.io.settings import WorkerSettings
 from loraplex.worker.plan import PlanSettings
 
 ROOT = Path(__file__).parents[2]

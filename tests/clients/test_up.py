@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.cli.demo import DEMO_PROMPT, Question, adapter_scenes, choose, read_questions, run_demo
+from loraplex.cli.demo import DEMO_PROMPT, DemoQuestion, adapter_scenes, choose, read_questions, run_demo
 from loraplex.cli.generate import AnswerTimer, format_figure
 from loraplex.cli.launch import LaunchPlan, _next_command
 from loraplex.cli.local import ClusterSettings, LocalCluster
@@ -126,7 +126,7 @@ async def test_the_demo_asks_the_base_model_what_it_asks_an_adapter(
 ) -> None:
     server.service.script = answer
     adapters = [AdapterDirectory("acme", "triage", Path()), AdapterDirectory("b", "json", Path())]
-    questions = [Question("acme", "triage", "Which team?\n\nHelp!"), Question("acme", "unknown", "What?")]
+    questions = [DemoQuestion("acme", "triage", "Which team?\n\nHelp!"), DemoQuestion("acme", "unknown", "What?")]
     await run_demo(server.address, adapter_scenes(adapters, questions))
     lines = capsys.readouterr().out.splitlines()
     assert lines[:6] == ["Which team?", "", "Help!", "[acme/triage]  Ahoy", "[base model]  Ahoy", ""]
@@ -141,7 +141,7 @@ def test_questions_are_read_from_beside_the_adapters(tmp_path: Path) -> None:
     assert read_questions(None) == read_questions(tmp_path) == ()
     file = tmp_path / "questions.jsonl"
     file.write_text('{"tenant": "acme", "adapter": "triage", "text": "Which team?"}\n')
-    assert read_questions(tmp_path) == (Question("acme", "triage", "Which team?"),)
+    assert read_questions(tmp_path) == (DemoQuestion("acme", "triage", "Which team?"),)
     file.write_text('{"tenant": "acme", "text": "Which team?"}\n')
     with pytest.raises(CommandError, match=r"questions\.jsonl: .*adapter.*; a line is an object of tenant, adapter"):
         read_questions(tmp_path)
@@ -212,7 +212,7 @@ def test_the_next_command_is_one_that_works(credentials: Path | None, command: s
 def test_the_next_command_asks_the_first_question() -> None:
     settings = ClusterSettings(model="hash:")
     tree = AdapterTree((AdapterDirectory("acme", "triage", Path()),))
-    asked = (Question("acme", "triage", "Which team?\n\nHelp!"),)
+    asked = (DemoQuestion("acme", "triage", "Which team?\n\nHelp!"),)
     base = read_base_model("hash:", "tiny")
     plan = LaunchPlan(settings, base, tree, update=False, demo=True, once=False, questions=asked)
     command = "generate 'Which team? Help!' --chat --tenant acme --adapter triage"

@@ -30,7 +30,7 @@ from loraplex.router.dispatch.outbox import MIB
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.io import results
 from loraplex.worker.io.engine_client import EngineProcess
-from loraplex.worker.io.settings import Settings
+from loraplex.worker.io.settings import WorkerSettings
 from tests.simulation import engine
 from tests.simulation.acts import act
 from tests.simulation.channels import Channels
@@ -182,7 +182,7 @@ class _Run:
         self._workers = [
             SimulatedWorker(
                 f"worker-{number}",
-                Settings(
+                WorkerSettings(
                     model=scenario.model,
                     store="",
                     redis_url="",

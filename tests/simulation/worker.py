@@ -20,7 +20,7 @@ from loraplex.worker.io.app import EngineSession, run_sessions
 from loraplex.worker.io.engine_client import EngineBreaker
 from loraplex.worker.io.metrics import WorkerMetrics
 from loraplex.worker.io.results import JobTelemetry
-from loraplex.worker.io.settings import Settings
+from loraplex.worker.io.settings import WorkerSettings
 from loraplex.worker.ipc import Configure
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
@@ -137,7 +137,7 @@ class SimulatedWorker:
     """A worker's machine. Its processes die and are started again; `node` is the present I/O process."""
 
     def __init__(
-        self, name: str, settings: Settings, redis: SimulatedRedis, network: Network, fetcher: SimulatedFetcher
+        self, name: str, settings: WorkerSettings, redis: SimulatedRedis, network: Network, fetcher: SimulatedFetcher
     ) -> None:
         self.name = name
         self._settings = settings

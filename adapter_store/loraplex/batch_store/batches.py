@@ -128,7 +128,7 @@ class BatchRecord(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StoredBatch:
     """A batch of a tenant; `number` grows with every batch of the store."""
 
     batch: str
@@ -182,7 +182,7 @@ class Batches:
 
     def create(
         self, tenant: str, key_id: str, input_file: str, endpoint: str, window_s: float, metadata: Mapping[str, str]
-    ) -> Batch:
+    ) -> StoredBatch:
         """Make a batch of a file. Raises NotFound, InvalidField, and Exhausted where the tenant has too many."""
         batch = f"batch_{secrets.token_hex(12)}"
         state = BatchState.VALIDATING
@@ -208,12 +208,12 @@ class Batches:
             )
             return _read(rows, batch, tenant)
 
-    def get(self, tenant: str, batch: str) -> Batch:
+    def get(self, tenant: str, batch: str) -> StoredBatch:
         """Return a batch of the tenant. Raises NotFound."""
         with self._database.reading() as rows:
             return _read(rows, batch, tenant)
 
-    def page(self, tenant: str, after: str, size: int) -> Iterator[Batch]:
+    def page(self, tenant: str, after: str, size: int) -> Iterator[StoredBatch]:
         """Yield batches of the tenant, newest first, from the one after `after` on, if any."""
         query = "SELECT * FROM batches WHERE tenant = ? AND number < ? ORDER BY number DESC LIMIT ?"
         with self._database.reading() as rows:
@@ -227,7 +227,7 @@ class Batches:
             yield from batches
             before, size = batches[-1].number, size - len(batches)
 
-    def cancel(self, tenant: str, batch: str) -> Batch:
+    def cancel(self, tenant: str, batch: str) -> StoredBatch:
         """Begin no further lines of a batch. Raises NotFound, and Mismatch for one that has ended."""
         with self._database.transaction() as rows:
             found = _read(rows, batch, tenant)
@@ -252,7 +252,7 @@ class Batches:
                 _write(rows, batch)
         return [batch.batch for batch in expired]
 
-    def lease(self, except_tenants: Sequence[str] = ()) -> tuple[Batch, list[int]] | None:
+    def lease(self, except_tenants: Sequence[str] = ()) -> tuple[StoredBatch, list[int]] | None:
         """Take an open batch that no runner has, the oldest of the tenants of whom runners have the fewest.
 
         Returns it and its lines that have ended.
@@ -286,7 +286,7 @@ class Batches:
             self._look_at_key(rows, found)
             return found, [line for (line,) in map(tuple, ended)]
 
-    def report(self, name: str, lease: int, report: Report) -> Batch:
+    def report(self, name: str, lease: int, report: Report) -> StoredBatch:
         """Keep what a runner has done, and its lease.
 
         Raises Aborted where another runner has the batch or it has ended, NotFound where its tenant was purged.
@@ -307,7 +307,7 @@ class Batches:
             found = _read(rows, name)
         return self._finish(found, report.errors) if report.finished or report.errors else found
 
-    def _add_results(self, rows: Rows, batch: Batch, results: Sequence[LineResult]) -> bool:
+    def _add_results(self, rows: Rows, batch: StoredBatch, results: Sequence[LineResult]) -> bool:
         """Keep the first result of each line, and return whether there is a new one.
 
         Cancels a batch whose tenant has no room for more.
@@ -330,7 +330,7 @@ class Batches:
             record.move(BatchState.CANCELLING)
         return True
 
-    def _set_lease(self, rows: Rows, batch: Batch, report: Report, attempts: int) -> None:
+    def _set_lease(self, rows: Rows, batch: StoredBatch, report: Report, attempts: int) -> None:
         """Keep or end the lease; after a fault the batch waits, after a wait for a quota all of its caller's do."""
         now = time.time_ns()
         wait_ns = round(FAULT_S * 1e9) << max(0, attempts - 1) if report.fault else 0
@@ -345,7 +345,7 @@ class Batches:
                 (now + round(QUOTA_S * 1e9), batch.tenant, batch.key_id, now),
             )
 
-    def _finish(self, batch: Batch, errors: Sequence[LineError]) -> Batch:
+    def _finish(self, batch: StoredBatch, errors: Sequence[LineError]) -> StoredBatch:
         """Write the files of a batch and end it: all of that, or nothing but its state.
 
         It fails with what results it has where there are errors; else each line has one.
@@ -411,7 +411,7 @@ class Batches:
             after = found[-1]["line"]
             yield "".join(f"{row['result']}\n" for row in found).encode()
 
-    def _end(self, rows: Rows, batch: Batch, state: BatchState) -> None:
+    def _end(self, rows: Rows, batch: StoredBatch, state: BatchState) -> None:
         """End a batch: its results are in its files by now, and webhooks hear of it."""
         batch.record.move(state)
         rows.execute("DELETE FROM batch_results WHERE batch = ?", (batch.batch,))
@@ -423,14 +423,14 @@ class Batches:
         rows.execute("INSERT INTO batch_events (tenant, record) VALUES (?, ?)", (batch.tenant, json.dumps(event)))
         rows.execute("DELETE FROM batch_events WHERE event < (SELECT max(event) FROM batch_events) - ?", (_EVENTS,))
 
-    def _held(self, rows: Rows, name: str, lease: int) -> Batch:
+    def _held(self, rows: Rows, name: str, lease: int) -> StoredBatch:
         """Return a batch that a runner has. Raises Aborted, NotFound."""
         found = _read(rows, name)
         if found.lease != lease or found.record.state not in _OPEN:
             raise Aborted(f"another runner has {name} by now, or it has ended", reason="LEASE_LOST")
         return found
 
-    def _look_at_key(self, rows: Rows, batch: Batch) -> None:
+    def _look_at_key(self, rows: Rows, batch: StoredBatch) -> None:
         """Cancel a batch whose API key is valid no more."""
         record = batch.record
         if not batch.key_id or record.state not in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
@@ -452,14 +452,14 @@ def _encode(record: BatchRecord) -> str:
     return msgspec.json.encode(record).decode()
 
 
-def _write(rows: Rows, batch: Batch) -> None:
+def _write(rows: Rows, batch: StoredBatch) -> None:
     record = batch.record
     expire_ns = record.expire_ns if record.state is BatchState.VALIDATING else None
     values = (int(record.state in _OPEN), expire_ns, _encode(record), batch.batch)
     rows.execute("UPDATE batches SET is_open = ?, expire_ns = ?, record = ? WHERE batch = ?", values)
 
 
-def _read(rows: Rows, batch: str, tenant: str = "") -> Batch:
+def _read(rows: Rows, batch: str, tenant: str = "") -> StoredBatch:
     """Return a batch, of the tenant where one is given. Raises NotFound."""
     query = "SELECT * FROM batches WHERE batch = ? AND ? IN ('', tenant)"
     row = rows.execute(query, (batch, tenant)).fetchone()
@@ -468,7 +468,7 @@ def _read(rows: Rows, batch: str, tenant: str = "") -> Batch:
     return _batch(rows, row)
 
 
-def _batch(rows: Rows, row: Row) -> Batch:
+def _batch(rows: Rows, row: Row) -> StoredBatch:
     record = msgspec.json.decode(row["record"], type=BatchRecord)
     if record.state in _OPEN:
         counted = rows.execute(
@@ -476,4 +476,4 @@ def _batch(rows: Rows, row: Row) -> Batch:
         ).fetchone()
         record.completed, record.failed = int(counted[0]) - int(counted[1]), int(counted[1])
     names = ("batch", "tenant", "key_id", "input_file", "number", "lease", "attempts")
-    return Batch(record=record, **{name: row[name] for name in names})
+    return StoredBatch(record=record, **{name: row[name] for name in names})

@@ -16,7 +16,7 @@ from loraplex.adapter_store.convert import fill_page, page_size, timestamp
 from loraplex.adapter_store.database import Database
 from loraplex.adapter_store.open_calls import OpenUploads
 from loraplex.adapter_store.storage import PIECE_BYTES, CorruptBlob, DataDirectory
-from loraplex.batch_store.batches import LINES, Batch, Batches, BatchState, LineError, LineResult, Report
+from loraplex.batch_store.batches import LINES, Batches, BatchState, LineError, LineResult, Report, StoredBatch
 from loraplex.batch_store.files import FILE_BYTES, INPUT, BatchFile, BatchFiles
 from loraplex.runtime.rpc.errors import CallError, DataLoss, InvalidField, NotFound
 from loraplex.runtime.rpc.interceptors import Context
@@ -231,7 +231,7 @@ def _file_to_pb(file: BatchFile) -> pb.File:
     )
 
 
-def _batch_to_pb(batch: Batch) -> pb.Batch:
+def _batch_to_pb(batch: StoredBatch) -> pb.Batch:
     record = batch.record
 
     def file(name: str) -> str:

@@ -31,7 +31,7 @@ _COLOURS = ("cyan", "magenta", "yellow", "green")
 
 
 @dataclass(frozen=True)
-class Question:
+class DemoQuestion:
     """A user's message for a tenant's adapter; the base model is asked the same."""
 
     tenant: str
@@ -39,12 +39,12 @@ class Question:
     text: str
 
 
-def read_questions(root: Path | None) -> tuple[Question, ...]:
+def read_questions(root: Path | None) -> tuple[DemoQuestion, ...]:
     """Read the questions beside the adapters; none where there is no such file. Raises CommandError."""
     if root is None or not (file := root / QUESTIONS_FILE).is_file():
         return ()
     try:
-        return tuple(Question(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines())
+        return tuple(DemoQuestion(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError, TypeError) as error:
         raise CommandError(f"{file}: {error}; a line is an object of tenant, adapter and text") from error
 
@@ -118,7 +118,7 @@ class Scene:
         return Panel(Group(Text(self.prompt, "dim"), "", table), border_style="dim")
 
 
-def adapter_scenes(adapters: Sequence[AdapterDirectory], questions: Iterable[Question] = ()) -> list[Scene]:
+def adapter_scenes(adapters: Sequence[AdapterDirectory], questions: Iterable[DemoQuestion] = ()) -> list[Scene]:
     """Return the questions, each for its adapter and the base model; without any a prompt for three adapters and it."""
     names = {(adapter.tenant, adapter.name) for adapter in adapters}
     scenes = [

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.cli.demo import DEMO_PROMPT, Question, Scene, adapter_scenes, run_demo, tenant_scenes
+from loraplex.cli.demo import DEMO_PROMPT, DemoQuestion, Scene, adapter_scenes, run_demo, tenant_scenes
 from loraplex.cli.local import FIRST_KEY, ClusterSettings, LocalCluster
 from loraplex.cli.models import registered
 from loraplex.cli.options import ROUTER, STORE
@@ -47,7 +47,7 @@ class LaunchPlan:
     once: bool
     tenants: tuple[TenantSpec, ...] = ()
     prices: Prices | None = None
-    questions: tuple[Question, ...] = ()
+    questions: tuple[DemoQuestion, ...] = ()
 
     @property
     def credentials(self) -> Path:

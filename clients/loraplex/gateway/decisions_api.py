@@ -63,7 +63,7 @@ class Option(TypedDict, total=False):
     description: str | None
 
 
-class Choice(TypedDict, total=False):
+class ChoiceQuestion(TypedDict, total=False):
     """Which of the values fits the input."""
 
     type: Required[Literal["choice"]]
@@ -93,7 +93,7 @@ class DecisionRequest(TypedDict, total=False):
 
     model: Required[str]
     input: Required[str | list[JsonMessage | CustomCall | CustomResult | Item]]
-    questions: Required[list[Predicate | Choice | Score]]
+    questions: Required[list[Predicate | ChoiceQuestion | Score]]
     prompt_cache_key: str | None
     prompt_cache_options: dict[str, Any] | None
     safety_identifier: str | None

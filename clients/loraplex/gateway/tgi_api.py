@@ -217,7 +217,7 @@ class Token:
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
-class Answer:
+class TokenAnswer:
     """The tokens of an answer, made from its stream's pieces, and at its end its text and its figures."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
@@ -302,7 +302,7 @@ async def generate_either(call: HttpCall) -> None:
 
 
 async def _whole(call: HttpCall, request: Mapping[str, Any]) -> dict[str, Any]:
-    answer, tokens = Answer(request), list[Token]()
+    answer, tokens = TokenAnswer(request), list[Token]()
     async with answer.stream(call) as stream:
         async for piece in stream:
             if piece.finished is not None:
@@ -316,7 +316,7 @@ async def _whole(call: HttpCall, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _stream(call: HttpCall, request: Mapping[str, Any]) -> None:
-    answer, exchange, index = Answer(request), call.exchange, 0
+    answer, exchange, index = TokenAnswer(request), call.exchange, 0
     async with answer.stream(call) as stream:
         await call.begin_when_admitted([stream])
         async for piece in stream:

@@ -142,9 +142,9 @@ class Hook:
         if refusal is not None:
             raise InvalidField(field, refusal, reason=_REFUSED)
 
-    def answer_check(self, run: Run, answer: Answer, received: Mapping[int, Received] | None) -> AnswerCheck | None:
+    def answer_check(self, run: Run, answer: Answer, received: Mapping[int, Received] | None) -> HookCheck | None:
         """Return the check of a run's answer; `received` is what its client has. None: answers are not checked."""
-        return AnswerCheck(self, run, answer, received or {}) if ANSWERS in self.settings.checks else None
+        return HookCheck(self, run, answer, received or {}) if ANSWERS in self.settings.checks else None
 
     def _add(self, asked: pb.CheckPromptRequest, prompt: Any, model: str) -> None:
         """Add the texts of a prompt, of an input or of a continuation."""
@@ -259,7 +259,7 @@ def _texts(delta: Delta) -> tuple[str, str, str]:
     return delta.text, delta.reasoning, "".join(call.name + call.arguments for call in delta.tool_calls)
 
 
-class AnswerCheck:
+class HookCheck:
     """Checks the answer that one call reads."""
 
     def __init__(self, hook: Hook, run: Run, answer: Answer, received: Mapping[int, Received]) -> None:

@@ -5,7 +5,8 @@ supervisor ──┼─▶ process 2 ◀─┼── the kernel spreads the conn
              └─▶ ...       ◀─┘
 
 Each process is a router like any other, with a relay address, metrics, operators' ports and files of its own
-(Settings.of_process). The supervisor holds the shared ports, starts processes that have ended again, and stops all.
+(RouterSettings.of_process). The supervisor holds the shared ports, starts processes that have ended again, and stops
+all.
 
 `loraplex router NUMBER` is such a process.
 """
@@ -24,7 +25,7 @@ from contextlib import ExitStack
 
 import uvloop
 
-from loraplex.router.settings import Settings
+from loraplex.router.settings import RouterSettings
 from loraplex.runtime.interpreter import importing, starting
 from loraplex.runtime.rpc.children.process import LaunchError, Process
 from loraplex.runtime.rpc.server import PortInUse, stop_signal
@@ -50,7 +51,7 @@ def main(argv: Sequence[str], process: int = 0) -> int:
 
     `process` is its number where it is one of several processes, which `supervise` has started.
     """
-    settings = read_settings(Settings, "router", argv, os.environ)
+    settings = read_settings(RouterSettings, "router", argv, os.environ)
     set_up_logging(f"router-{process}" if process else "router", settings.log_format, settings.log_level)
     if settings.processes > 1 and not process:
         return uvloop.run(supervise(settings, argv))
@@ -61,7 +62,7 @@ def main(argv: Sequence[str], process: int = 0) -> int:
     return 0
 
 
-async def supervise(settings: Settings, argv: Sequence[str]) -> int:
+async def supervise(settings: RouterSettings, argv: Sequence[str]) -> int:
     """Run the processes until SIGTERM or SIGINT; return the exit code. Raises PortInUse or LaunchError.
 
     A second signal ends the supervisor, and with it all processes.

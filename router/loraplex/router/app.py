@@ -49,7 +49,7 @@ from loraplex.router.metrics import RouterMetrics
 from loraplex.router.purge import CellPurge, RouterData, TenantDataService
 from loraplex.router.quotas.plans import Plans
 from loraplex.router.quotas.quotas import Quotas
-from loraplex.router.settings import CONTENT_HOOKS, ENGINE_PROTOCOLS, USAGE_EVENTS, Settings
+from loraplex.router.settings import CONTENT_HOOKS, ENGINE_PROTOCOLS, USAGE_EVENTS, RouterSettings
 from loraplex.router.text.tokenizer import PromptTokenizer
 from loraplex.runtime.rpc.errors import CallError, PermissionDenied
 from loraplex.runtime.rpc.interceptors import CallMeter, Interceptor
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _engine_protocols(settings: Settings) -> list[Any]:
+def _engine_protocols(settings: RouterSettings) -> list[Any]:
     """Return the services of the protocols, whose package need not be installed where they are not served."""
     names = sorted({*filter(None, settings.engine_protocol.split(","))})
     return [getattr(import_module(f"loraplex.engine_protocols.{name}"), ENGINE_PROTOCOLS[name]) for name in names]
@@ -133,7 +133,7 @@ def seals_of(tls: TlsFiles | None, job_key: str) -> Seals | None:
     return Seals(JobKeys(Path(job_key)), Verifier(tls, Role.ROUTER), Signer(tls, Role.ROUTER))
 
 
-def resume_keys_of(settings: Settings, redis: Redis, seals: Seals | None) -> ResumeKeys:
+def resume_keys_of(settings: RouterSettings, redis: Redis, seals: Seals | None) -> ResumeKeys:
     """Return the keys of resume tokens: the given ones, derived ones, or without credentials those in Redis."""
     if settings.resume_key:
         return ResumeKeys(settings.resume_key, settings.former_keys)
@@ -159,7 +159,7 @@ HAND_OVER_S = 1.0
 ACCEPT_S = 0.25
 
 
-async def run(settings: Settings, *, supervised: bool = False) -> None:
+async def run(settings: RouterSettings, *, supervised: bool = False) -> None:
     """Serve until SIGTERM or SIGINT.
 
     A supervised router shares the ports of tenants with others, and drains to its end, however many signals come: the
@@ -193,7 +193,13 @@ class Router:
     """
 
     def __init__(
-        self, settings: Settings, metrics: RouterMetrics, spans: Spans, servers: CellServers, *, shared_ports: bool
+        self,
+        settings: RouterSettings,
+        metrics: RouterMetrics,
+        spans: Spans,
+        servers: CellServers,
+        *,
+        shared_ports: bool,
     ) -> None:
         self.settings, self.metrics, self.servers, self.shared_ports = settings, metrics, servers, shared_ports
         self.tls = settings.tls_files()
@@ -389,7 +395,7 @@ class Router:
 
 
 def _dispatcher(
-    settings: Settings, models: Models, reach: RelayReach, plans: Plans, metrics: RouterMetrics, cells: Cells
+    settings: RouterSettings, models: Models, reach: RelayReach, plans: Plans, metrics: RouterMetrics, cells: Cells
 ) -> Dispatcher:
     placer = Placer(
         lambda *place: reach.linked(models.serving(*place)),

@@ -29,13 +29,13 @@ DEFAULT_TENANT = "default"
 # The modules of usage events, and of content hooks, at the edge.
 USAGE_EVENTS, USAGE_SENDER = "loraplex.usage_events.log", "loraplex.usage_events.sender"
 CONTENT_HOOKS = "loraplex.content_hooks.hook"
-# Settings that each of several processes has for itself: ports, and files that it writes.
+# RouterSettings that each of several processes has for itself: ports, and files that it writes.
 _OWN_PORTS = ("relay_port", "operator_port", "operator_mtls_port", "metrics_port")
 _OWN_FILES = ("usage_file", "audit")
 
 
 @dataclass(frozen=True)
-class Settings(AccessSettings):
+class RouterSettings(AccessSettings):
     """Routes Generate calls onto Redis queues and streams the workers' tokens back."""
 
     store: str = setting("address of the adapter store, HOST:PORT")
@@ -138,7 +138,7 @@ class Settings(AccessSettings):
         if not is_tenant(self.engine_tenant):
             raise ValueError(f"--engine-tenant {self.engine_tenant!r}: not a tenant's name")
 
-    def of_process(self, number: int) -> Settings:
+    def of_process(self, number: int) -> RouterSettings:
         """Return the settings of one of several processes, whose numbers start at 1.
 
         The second has the next ports, where the first one's are not chosen by the system, and FILE is its `2-FILE`.

@@ -8,7 +8,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex.gateway.errors import HttpError
-from loraplex.gateway.tgi_api import Answer, Token, options_of
+from loraplex.gateway.tgi_api import Token, TokenAnswer, options_of
 from loraplex_client import Choice, FinishReason, Generation, Piece, Timings, TokenLogprobs, Usage
 from loraplex_client.generation import Fold
 
@@ -66,7 +66,7 @@ def test_what_is_not_served_is_refused_by_name(parameters: dict[str, Any], field
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (1, 3), (4,)])
 def test_tokens_have_their_own_texts_however_they_come(sizes: tuple[int, ...]) -> None:
-    fold, answer, tokens = Fold(), Answer({"inputs": "x", "parameters": {"max_new_tokens": 9}}), list[Token]()
+    fold, answer, tokens = Fold(), TokenAnswer({"inputs": "x", "parameters": {"max_new_tokens": 9}}), list[Token]()
     texts, begin = [" STRINGS", " OF", "", " é"], 0
     for size in sizes:
         part = texts[begin : begin + size]
@@ -96,7 +96,7 @@ END = TokenLogprobs(-1.0, ((2, -1.0), (9, -2.0)))
     ],
 )
 def test_the_last_token_waits_for_the_end(reason: FinishReason, stop: str | None, text: str, last: list[Token]) -> None:
-    answer = Answer({"inputs": "x", "parameters": {"seed": 7}})
+    answer = TokenAnswer({"inputs": "x", "parameters": {"seed": 7}})
     assert answer.take(Piece("Hi", (1,), 0)) == [Token(1, "Hi")]
     assert answer.take(Piece("", (2,), 1, logprobs=(END,))) == []
     choice = Choice("Hi", (1, 2), reason, stop)
@@ -106,6 +106,6 @@ def test_the_last_token_waits_for_the_end(reason: FinishReason, stop: str | None
     assert answer.text == text
     assert answer.figures is not None
     assert (answer.figures["prompt_tokens"], answer.figures["generated_tokens"], answer.figures["seed"]) == (3, 2, 7)
-    full = Answer({"inputs": "x", "parameters": {"return_full_text": True}})
+    full = TokenAnswer({"inputs": "x", "parameters": {"return_full_text": True}})
     full.take(ended)
     assert full.text == f"x{text}"

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import grpc
 import pytest
 
-from loraplex.content_hooks.hook import PART_CHARACTERS, AnswerCheck, Hook, read_hook
+from loraplex.content_hooks.hook import PART_CHARACTERS, Hook, HookCheck, read_hook
 from loraplex.contracts.options import FinishReason
 from loraplex.hooks.v1 import hooks_pb2 as pb
 from loraplex.hooks.v1 import hooks_pb2_grpc
@@ -35,7 +35,7 @@ from loraplex.router.request import (
     ToolCallDelta,
     WeightedAdapter,
 )
-from loraplex.router.settings import Settings
+from loraplex.router.settings import RouterSettings
 from loraplex.router.text.tokenizer import HashTokenizer
 from loraplex.runtime.rpc.errors import InvalidField, Unavailable
 from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
@@ -99,7 +99,7 @@ def counts(hook: Hook) -> dict[tuple[str, str], float]:
 )
 def test_a_url_that_contradicts_itself_stops_the_start_with_one_line(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=r"^--content-hook ") as refused:
-        Settings(store="127.0.0.1:1", redis_url="redis://127.0.0.1:1", content_hook=url)
+        RouterSettings(store="127.0.0.1:1", redis_url="redis://127.0.0.1:1", content_hook=url)
     assert why in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -174,7 +174,7 @@ class Reader:
         answer: Any = SimpleNamespace(refuse=self.ended.append)
         check = hook.answer_check(run, answer, received)
         assert check is not None
-        self.check: AnswerCheck = check
+        self.check: HookCheck = check
 
     async def read(self, *events: Event) -> list[Event]:
         return await self.check.passed(events)

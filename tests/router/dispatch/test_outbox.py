@@ -28,7 +28,7 @@ from loraplex.router.dispatch.dispatcher import Dispatcher
 from loraplex.router.dispatch.links import DispatchTiming, RelayReach
 from loraplex.router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
 from loraplex.router.metrics import RouterMetrics
-from loraplex.router.settings import Settings
+from loraplex.router.settings import RouterSettings
 from loraplex.runtime.rpc.errors import Internal, Unavailable
 from loraplex.runtime.rpc.principal import CredentialKind, Principal, Role, set_caller
 from tests.plans_file import plans_in
@@ -269,7 +269,7 @@ def test_the_router_places_jobs_by_the_plan_of_the_calling_key(tmp_path: Path) -
     (tmp_path / "plans.toml").write_text("[keys.k1]\nweight = 3\nqueue_share = 0.5\n[keys.k2]\ntokens_per_day = 1\n")
     # They are asked for jobs with an adapter.
     models: Any = SimpleNamespace(queue_of=None, serving=None, why_unservable=None, live=SimpleNamespace(homes_of=None))
-    settings, metrics = Settings(store="s", redis_url="r"), RouterMetrics()
+    settings, metrics = RouterSettings(store="s", redis_url="r"), RouterMetrics()
     plans = plans_in(tmp_path / "plans.toml")
     dispatcher = _dispatcher(settings, models, RelayReach(metrics), plans, metrics, Cells())
 

@@ -18,7 +18,7 @@ from loraplex.worker.ipc import (
     Abort,
     Configure,
     FromEngine,
-    PromptLogprobs,
+    PromptLogprobsPart,
     Stepped,
     ToEngine,
     Unusable,
@@ -98,7 +98,7 @@ def test_log_probabilities_of_a_long_prompt_come_in_parts_before_its_first_outpu
     assert stepped.outputs == [Output("a", 0, (3,)), short]
     lengths, received = [], list[TokenLogprobs]()
     for part in parts:
-        assert isinstance(part, PromptLogprobs)
+        assert isinstance(part, PromptLogprobsPart)
         assert part.sequence_id == "a"
         lengths.append(len(part.tokens))
         received += part.tokens

@@ -33,7 +33,7 @@ from loraplex.worker.io.local_jobs import LocalJobs
 from loraplex.worker.io.metrics import WorkerMetrics
 from loraplex.worker.io.relay.links import LinkSettings
 from loraplex.worker.io.results import JobTelemetry, Results, TokenReports
-from loraplex.worker.ipc import Begun, Configure, PromptLogprobs, Stepped
+from loraplex.worker.ipc import Begun, Configure, PromptLogprobsPart, Stepped
 
 KEYS = Keys("hash", "main")
 MODEL = "hash:?vocab=600&step_ms=2"
@@ -111,7 +111,7 @@ class Worker:
                         self.results.stepped(message)
                     case Begun():
                         self.results.begun(message)
-                    case PromptLogprobs():
+                    case PromptLogprobsPart():
                         self.results.prompt_read(message)
         except EngineLostError:
             self.results.engine_lost()

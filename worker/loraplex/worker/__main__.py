@@ -40,8 +40,8 @@ def _work(argv: Sequence[str]) -> None:
 
         from loraplex.runtime.telemetry.logging import environment_of, set_up_logging
         from loraplex.worker.io.app import run
-        from loraplex.worker.io.settings import Settings
-    settings = read_settings(Settings, "worker", argv, os.environ)
+        from loraplex.worker.io.settings import WorkerSettings
+    settings = read_settings(WorkerSettings, "worker", argv, os.environ)
     set_up_logging("worker", settings.log_format, settings.log_level)
     os.environ.update(environment_of(settings.log_format, settings.log_level))  # for the engine process
     uvloop.run(run(settings))

@@ -2,7 +2,7 @@
 
 I/O process                        engine process
     │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant, FollowBlocks  ──▶
-    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, Loaded, TenantForgotten, Compiling,
+    │  ◀── Ready | Unusable, then Begun, PromptLogprobsPart, Stepped, Refused, Loaded, TenantForgotten, Compiling,
     │      BlockChanges
 """
 
@@ -156,7 +156,7 @@ class Compiling(msgspec.Struct, frozen=True, tag=True):
     """The step compiles a kernel, for seconds: until the next message the engine is silent, and lives."""
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+class PromptLogprobsPart(msgspec.Struct, frozen=True, tag=True):
     """The next log probabilities of a sequence's prompt; its first output follows the last of them."""
 
     sequence_id: str
@@ -168,11 +168,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
 PROMPT_TOKENS = 512
 
 
-def step_messages(outputs: list[Output], stats: EngineStats) -> Iterator[PromptLogprobs | Stepped]:
+def step_messages(outputs: list[Output], stats: EngineStats) -> Iterator[PromptLogprobsPart | Stepped]:
     """Yield the messages of a step; Stepped is the last, and has no log probabilities of prompts."""
     for output in outputs:
         for start in range(0, len(output.prompt_logprobs), PROMPT_TOKENS):
-            yield PromptLogprobs(output.sequence_id, output.prompt_logprobs[start : start + PROMPT_TOKENS])
+            yield PromptLogprobsPart(output.sequence_id, output.prompt_logprobs[start : start + PROMPT_TOKENS])
     yield Stepped(
         [replace(output, prompt_logprobs=()) if output.prompt_logprobs else output for output in outputs], stats
     )
@@ -180,7 +180,16 @@ def step_messages(outputs: list[Output], stats: EngineStats) -> Iterator[PromptL
 
 ToEngine = Configure | Add | Abort | Warm | Pin | Unpin | ForgetTenant | FollowBlocks
 FromEngine = (
-    Ready | Unusable | Refused | Loaded | TenantForgotten | Begun | PromptLogprobs | Stepped | Compiling | BlockChanges
+    Ready
+    | Unusable
+    | Refused
+    | Loaded
+    | TenantForgotten
+    | Begun
+    | PromptLogprobsPart
+    | Stepped
+    | Compiling
+    | BlockChanges
 )
 
 _encoder = msgspec.msgpack.Encoder()

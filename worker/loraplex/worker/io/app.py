@@ -46,14 +46,14 @@ from loraplex.worker.io.membership import Presence, wait_until_registered, worke
 from loraplex.worker.io.metrics import WorkerMetrics
 from loraplex.worker.io.relay.links import LinkSettings
 from loraplex.worker.io.results import REPORT_S, JobTelemetry, Results, TokenReports
-from loraplex.worker.io.settings import Settings
+from loraplex.worker.io.settings import WorkerSettings
 from loraplex.worker.ipc import (
     Begun,
     BlockChanges,
     Configure,
     FollowBlocks,
     Loaded,
-    PromptLogprobs,
+    PromptLogprobsPart,
     Ready,
     Refused,
     Stepped,
@@ -88,7 +88,7 @@ class EngineSession:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: WorkerSettings,
         base: BaseModel,
         redis: Redis,
         fetcher: AdapterFetcher,
@@ -274,7 +274,7 @@ async def _listen(engine: EngineProcess, results: Results, commands: OperatorCom
                 results.stepped(message)
             case Begun():
                 results.begun(message)
-            case PromptLogprobs():
+            case PromptLogprobsPart():
                 results.prompt_read(message)
             case Refused():
                 results.refused(message)
@@ -379,7 +379,7 @@ RESTART_LIMIT_S = 10.0
 START_DEATHS_LIMIT = 3
 
 
-async def run(settings: Settings) -> None:
+async def run(settings: WorkerSettings) -> None:
     """Work until SIGTERM or SIGINT; the second one ends the process at once.
 
     Raises ArtifactError, PortInUse, MetricsPortError, RedisUnreachableError or EngineUnusableError.
@@ -461,7 +461,9 @@ async def run_sessions(
             await unless_stopped(stop, asyncio.sleep(pause_s))
 
 
-def _credentials(settings: Settings, metrics: WorkerMetrics, refusals: RefusedCallers) -> WorkerCredentials | None:
+def _credentials(
+    settings: WorkerSettings, metrics: WorkerMetrics, refusals: RefusedCallers
+) -> WorkerCredentials | None:
     if (tls := settings.tls_files()) is None:
         return None
     from loraplex.runtime.tenancy.certificates import end_of
@@ -471,7 +473,7 @@ def _credentials(settings: Settings, metrics: WorkerMetrics, refusals: RefusedCa
     return credentials_of(tls, settings.job_key, metrics, refusals)
 
 
-def _open_disk(settings: Settings) -> DiskTier:
+def _open_disk(settings: WorkerSettings) -> DiskTier:
     if settings.cache_dir:
         return DiskTier.open(Path(settings.cache_dir), settings.disk_adapter_bytes)
     temporary = tempfile.mkdtemp(prefix="loraplex-adapters-")

@@ -25,7 +25,7 @@ from loraplex.worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState,
 from loraplex.worker.io.metrics import WorkerMetrics
 from loraplex.worker.io.relay.frames import encode_prompt
 from loraplex.worker.io.relay.links import LinkSettings, RouterLinks
-from loraplex.worker.ipc import Abort, Add, Begun, PromptLogprobs, Ready, Refused, Stepped
+from loraplex.worker.ipc import Abort, Add, Begun, PromptLogprobsPart, Ready, Refused, Stepped
 
 if TYPE_CHECKING:  # see telemetry/tracing.py
     from opentelemetry.trace import Span
@@ -245,7 +245,7 @@ class Results:
         if choice is not None and choice.state is LocalChoiceState.HANDED_OVER:  # else it was given back meanwhile
             choice.begin()
 
-    def prompt_read(self, message: PromptLogprobs) -> None:
+    def prompt_read(self, message: PromptLogprobsPart) -> None:
         """Keep log probabilities of a sequence's prompt for its first frame."""
         choice = self.jobs.of_sequence(message.sequence_id)
         if choice is not None and choice.ending is None:

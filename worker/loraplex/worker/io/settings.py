@@ -29,7 +29,7 @@ SPECULATIVE_CONFIG = NO_SPECULATION = "off"
 
 
 @dataclass(frozen=True)
-class Settings:
+class WorkerSettings:
     """Claims jobs and runs them on one base model with a cache of LoRA adapters."""
 
     model: str = setting("transformers directory; or hash:?vocab=32000&step_ms=5&seed=1&end_after=0, a test engine")
