@@ -38,8 +38,8 @@ from loraplex_client.retries import read_addresses
 _NAMES_S = 5.0
 # Timeout in seconds of a look at a router's health.
 _HEALTH_S = 2.0
-# Timeout in seconds for a router's answer to whether it accepts a credential.
-_ACCEPTED_S = 1.0
+# Timeout in seconds for a router's answer to whether it accepts a credential, and where a call needs that answer.
+_ACCEPTED_S, _NEEDED_S = 1.0, 10.0
 # Maximum number of accepted credentials that are remembered: of each a hash of 32 bytes and a tenant's name.
 _ACCEPTED = 100_000
 # Maximum length in characters of a tenant's name or a credential: a gRPC server reads headers of 8 KiB.
@@ -182,7 +182,8 @@ class Cluster:
         if key in self._holders and not fresh:
             return self._holders[key]
         try:
-            holder = await self._client.for_caller(api_key=credential).identity(timeout_s=_ACCEPTED_S)
+            asking = self._client.for_caller(api_key=credential)
+            holder = await asking.identity(timeout_s=_NEEDED_S if fresh else _ACCEPTED_S)
             if not holder[0]:  # from an older router
                 return holder
         except LoraplexError as error:
