@@ -59,9 +59,9 @@ class SuffixDrafter:
 
     def propose(self, sequences: list[Sequence], rows: int, free: int) -> list[list[int]]:
         """See Drafter."""
-        if free < _LEAST_FREE * rows:
-            return []
         drafts: list[list[int]] = [[] for _ in sequences]
+        if free < _LEAST_FREE * rows:
+            return drafts
         turn = self._turn % len(sequences)
         places = [*range(turn, len(sequences)), *range(turn)][:_SEQUENCES]
         guesses = [(place, guess) for place in places if (guess := self._guess(sequences[place])) is not None]

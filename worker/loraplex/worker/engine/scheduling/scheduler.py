@@ -115,9 +115,9 @@ class BatchPlan:
             self.add_row(sequence, count)
 
     @property
-    def followable(self) -> list[Row]:
+    def followable(self) -> Iterable[Row]:
         """Return the rows that a draft may follow; none beside chunks, which take as long as they may already."""
-        return [] if self._chunks else [row for row in self.singles if row.takes_draft]
+        return (row for row in self.singles if not self._chunks and row.takes_draft)
 
     def add_drafts(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> None:
         """Let rows for each id of a draft follow that of its sequence's last id."""
@@ -373,21 +373,23 @@ class Scheduler(SequenceScheduler):
             return False
         if any(row.place for row in batch.rows):
             return True
-        rows = [row for row in batch.rows if row.live and row.takes_draft]
-        return bool(rows) and any(self._propose(rows, len(batch.rows)))
+        followable = (row for row in batch.rows if row.live and row.takes_draft)
+        return any(draft for _, draft in self._propose(followable, len(batch.rows)))
 
-    def _propose(self, rows: list[Row], singles: int) -> Ids[Ids[int]]:
+    def _propose(self, rows: Iterable[Row], singles: int) -> list[tuple[Sequence, Ids[int]]]:
+        """Return the drafts that may follow these rows of a step with `singles` rows of one id."""
         free = self._ceilings.rows - singles
-        if self.drafter is None or free <= 0 or not rows:
+        if self.drafter is None or free <= 0 or not (sequences := [row.sequence for row in rows]):
             return []
-        return self.drafter.propose([row.sequence for row in rows], singles, free)
+        return list(zip(sequences, self.drafter.propose(sequences, singles, free), strict=True))
 
     def _add_drafts(self, plan: BatchPlan) -> None:
         """Let drafts have the rows and the blocks that nobody else needs now."""
-        rows, drafts = plan.followable, dict[Sequence, tuple[int, ...]]()
-        for row, proposed in zip(rows, self._propose(rows, len(plan.singles)), strict=False):
-            if proposed and (draft := self._fitting(row.sequence, proposed)):
-                drafts[row.sequence] = draft
+        drafts = {
+            sequence: draft
+            for sequence, proposed in self._propose(plan.followable, len(plan.singles))
+            if proposed and (draft := self._fitting(sequence, proposed))
+        }
         if drafts:
             plan.add_drafts(drafts)
 
