@@ -1,7 +1,9 @@
-"""vLLM's side of bench.vllm_peer, run by its own Python: `python vllm_answers.py MODEL ROWS DTYPE CONTEXT ADAPTER...`.
+"""vLLM's side of bench.vllm_peer, run by its own Python.
 
-Reads a JSON line {"prompts", "tokens", "adapters", "schemas"} for each run and answers {"tokens", "seconds"}, until its
-input ends.
+    python vllm_answers.py MODEL ROWS DTYPE CONTEXT SPECULATIVE_CONFIG ADAPTER...
+
+Reads a JSON line {"prompts", "tokens", "adapters", "schemas", "salt", "ends"} for each run and answers {"tokens",
+"seconds"}, until its input ends. Runs with another salt share no prefix; with `ends` answers end where the model says.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def main() -> None:
     # vLLM prints to stdout: that goes to stderr, so that only answers are on stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    directory, rows, dtype, context, *adapters = sys.argv[1:]
+    directory, rows, dtype, context, speculative, *adapters = sys.argv[1:]
     vllm: Any = importlib.import_module("vllm")
     has_tokenizer = (Path(directory) / "tokenizer.json").exists()
     lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": _RANK} if adapters else {}
@@ -34,6 +36,7 @@ def main() -> None:
         max_model_len=int(context),
         disable_log_stats=True,
         skip_tokenizer_init=not has_tokenizer,
+        speculative_config=json.loads(speculative),
         **lora,
     )
     print("{}", file=answers, flush=True)
@@ -43,13 +46,14 @@ def main() -> None:
 
 def _run(vllm: Any, model: Any, asked: dict[str, Any], adapters: list[str], has_tokenizer: bool) -> dict[str, float]:
     structured: Any = importlib.import_module("vllm.sampling_params").StructuredOutputsParams
-    prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+    salt = {"cache_salt": asked["salt"]} if asked["salt"] else {}
+    prompts = [{"prompt_token_ids": prompt} | salt for prompt in asked["prompts"]]
     parameters = [
         vllm.SamplingParams(
             temperature=0,
             max_tokens=tokens,
             detokenize=has_tokenizer,
-            ignore_eos=schema is None,
+            ignore_eos=schema is None and not asked["ends"],
             structured_outputs=None if schema is None else structured(json=schema),
         )
         for schema, tokens in zip(asked["schemas"], asked["tokens"], strict=True)

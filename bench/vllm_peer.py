@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from threading import Event, Timer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from bench import vllm_answers
 from bench.local_cluster import free_port, running
@@ -63,10 +63,15 @@ class VllmPeer:
         adapters: Sequence[Path] = (),
         context: int = _CONTEXT,
         answer_s: float = _ANSWER_S,
+        speculative: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the folder that vLLM is installed in, and the maximum time in seconds for loading and for each run."""
+        """Take the folder that vLLM is installed in, and the maximum time in seconds for loading and for each run.
+
+        `speculative` is its speculative_config.
+        """
         self._folder = folder
-        self._arguments = (str(model), str(rows), dtype, str(context), *map(str, adapters))
+        limits = (str(rows), dtype, str(context), json.dumps(speculative))
+        self._arguments = (str(model), *limits, *map(str, adapters))
         self._answer_s = answer_s
 
     def __enter__(self) -> Self:
@@ -80,7 +85,7 @@ class VllmPeer:
             [str(python), vllm_answers.__file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environ(),
+            env=_environ(self._folder),
             text=True,
             # A group of its own: vLLM computes in a process that it starts.
             start_new_session=True,
@@ -92,13 +97,18 @@ class VllmPeer:
         """End the process."""
         self._process.communicate()
 
-    def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer the requests, which all arrive at once, and time them. Raises RuntimeError if that takes too long."""
+    def run(self, requests: Sequence[Request], salt: str = "", *, ends: bool = False) -> Timed:
+        """Answer the requests, which all arrive at once, and time them. Raises RuntimeError if that takes too long.
+
+        Runs with another salt share no prefix; with `ends` answers end where the model says.
+        """
         asked = {
             "prompts": [request.prompt_ids for request in requests],
             "tokens": [request.tokens for request in requests],
             "adapters": [request.adapter for request in requests],
             "schemas": [request.json_schema for request in requests],
+            "salt": salt,
+            "ends": ends,
         }
         assert self._process.stdin is not None, "it has a pipe"
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -166,7 +176,7 @@ async def serving_vllm(folder: Path, model: Path, rows: int, dtype: str) -> Asyn
     served = ("--model", str(model), "--served-model-name", model.name, "--dtype", dtype)
     limits = ("--max-num-seqs", str(rows), "--max-model-len", str(_CONTEXT))
     argv = (*server, *served, *limits, "--disable-uvicorn-access-log")
-    async with running("vLLM", argv, _STARTED, folder / "server.log", _environ()):
+    async with running("vLLM", argv, _STARTED, folder / "server.log", _environ(folder)):
         await _listening(host, port)
         yield f"{host}:{port}"
 
@@ -184,11 +194,16 @@ async def _listening(host: str, port: int) -> None:
                 return
 
 
-def _environ() -> dict[str, str]:
+def _environ(folder: Path) -> dict[str, str]:
     """Return the environment of vLLM's processes, which has nothing of ours."""
-    return {
+    openmp = folder / "lib" / "libiomp5.so"
+    # Of its packages; with the system's OpenMP its threads wait longer.
+    preloaded = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
+    return preloaded | {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
+        # Else it would take our modules for packages of the same name: bench.kernels for `kernels`.
+        "PYTHONSAFEPATH": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
         "VLLM_LOGGING_LEVEL": "ERROR",
