@@ -111,7 +111,7 @@ def speculating(model: Path, rows: int, corpus: str) -> Iterator[SpeculatingEngi
     speculation = None if corpus == NO_DRAFTS else Speculation()
     engine = build_engine(EngineConfig(str(model), rows=rows, kv_blocks=_KV_BLOCKS, speculation=speculation))
     if corpus == ONE_FOR_ALL:
-        engine._scheduler.drafter = _OneForAll(engine._scheduler.drafter)  # type: ignore[assignment]
+        engine._scheduler.drafter = _OneForAll(engine._scheduler.drafter)
     try:
         yield SpeculatingEngine(engine)
     finally:

@@ -47,8 +47,8 @@ class Conversation:
 
     def answered(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
         """Add an answer."""
-        end = tokenizer.token_to_id("<|im_end|>")
-        self.ids += [*(token for token in ids if token != end), end, *tokenizer.encode("\n").ids]
+        end = tokenizer.encode("<|im_end|>\n", add_special_tokens=False).ids
+        self.ids += [*(token for token in ids if token != end[0]), *end]
 
 
 def conversations(workload: str, first: int, count: int) -> list[Conversation]:

@@ -20,7 +20,7 @@ from loraplex.contracts.artifacts.families import FAMILIES
 from loraplex.contracts.options import StoppingParams
 from loraplex.worker.engine_api import AdapterSource, NewSequence, Output
 from tests.tiny_models import VOCAB, TinyModel
-from tests.worker.engine.model.tiny_families import make_config, make_model
+from tests.worker.engine.model.tiny_families import make_model, wide_config
 from tests.worker.engine.position_steps import Numbers, PositionSteps, Text
 from tests.worker.engine.ranks.forked import fork_ranks
 
@@ -192,21 +192,7 @@ def test_no_bit_of_an_answer_depends_on_its_company(
 
 def save_family(family: str, directory: Any, save_adapter: Any) -> tuple[int, list[AdapterSource | None]]:
     """Save a family's model, and adapters of what it has; return the size of its vocabulary, and None and them."""
-    config = make_config(family)
-    # Whole vectors in a row: torch's activations have other bits in what is left over.
-    wide = {
-        "hidden_size": 64,
-        "head_dim": 16,  # as the other model has: kernels are compiled for it
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 32,
-        "max_position_embeddings": 512,
-    }
-    if hasattr(config, "kv_lora_rank"):
-        del wide["head_dim"]  # follows from those of latent attention
-    for name, size in wide.items():
-        if hasattr(config, name):
-            setattr(config, name, size)
+    config = wide_config(family)
     model = make_model(config, directory)
     adapters: list[AdapterSource | None] = [None]
     if family == "mixtral":
@@ -245,7 +231,9 @@ def test_nor_does_one_of_another_family(
     "family",
     [name if name in ("deepseek_v3", "gemma2") else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES],
 )
-@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("KV cache in int8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("float32", "KV cache in int8"))]
+)
 def test_nor_does_a_position_of_another_family(
     family: str, kind: str, tmp_path: Any, save_adapter: Any, make_engine: Any, run_until_idle: Any
 ) -> None:

@@ -93,6 +93,25 @@ def make_config(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **known | OWN.get(model_type, {}))
 
 
+def wide_config(model_type: str) -> Any:
+    """A config whose rows are whole vectors: torch's operators have other bits in what is left over."""
+    config = make_config(model_type)
+    wide = {
+        "hidden_size": 64,
+        "head_dim": 16,  # as the tiny models of tests.tiny_models have: kernels are compiled for it
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 32,
+        "max_position_embeddings": 512,
+    }
+    if hasattr(config, "kv_lora_rank"):
+        del wide["head_dim"]  # follows from those of latent attention
+    for name, size in wide.items():
+        if hasattr(config, name):
+            setattr(config, name, size)
+    return config
+
+
 def make_model(config: Any, directory: Path) -> Any:
     """A model, saved and loaded. Its weights matter: norms near one, the rest so large that answers are diverse."""
     import torch
@@ -157,6 +176,15 @@ def make_tiny(model_type: str, directory: Path, save_adapter: Callable[..., None
     return replace(with_adapter(model, model_type, directory, save_adapter), mean=mean)
 
 
+def adaptable_modules(directory: Path, model_type: str) -> list[str]:
+    """The modules that adapters of a saved model are of.
+
+    Of a mixture of experts the attention's: test_expert_adapters.py has adapters of the experts.
+    """
+    modules = [one.name for one in read_base_model(str(directory)).modules]
+    return [name for name in modules if not FAMILIES[model_type].experts or ".self_attn." in name]
+
+
 def with_adapter(
     model: Any,
     model_type: str,
@@ -171,10 +199,7 @@ def with_adapter(
     """
     from peft import PeftModel
 
-    family = FAMILIES[model_type]
-    # Of a mixture of experts the attention: test_expert_adapters.py has adapters of the experts.
-    modules = [one.name for one in read_base_model(str(directory / "model")).modules]
-    chosen = [name for name in modules if not family.experts or ".self_attn." in name]
+    family, chosen = FAMILIES[model_type], adaptable_modules(directory / "model", model_type)
     adapter = directory / "adapter"
     save_adapter(model, adapter, 3, r=4, lora_alpha=4, target_modules=chosen, fan_in_fan_out=family.input_first)
     tuned = PeftModel.from_pretrained(model, adapter)
