@@ -15,14 +15,15 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import loraplex.worker.engine.decoder.recognition  # noqa: F401  # the engine imports it with the first model
-from bench.models import ModelShape
 from bench.report import progress
 from loraplex.contracts.options import StoppingParams
-from loraplex.worker.engine.torch_engine import build_engine
+from loraplex.runtime.interpreter import hide_module
 from loraplex.worker.engine_api import EngineConfig, NewSequence
+
+if TYPE_CHECKING:
+    from bench.models import ModelShape
 
 _BLOCK = 16
 _MB = 1e6
@@ -68,6 +69,10 @@ def peak_memory(shape: ModelShape, model: Path, quantize: str, tokens: int) -> P
 def main() -> None:
     """Build the engine, compute a random prompt, print the peaks."""
     model, quantize, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    hide_module("triton")  # as the engine process does on the CPU
+    import loraplex.worker.engine.decoder.recognition  # noqa: F401  # the engine imports it with the first model
+    from loraplex.worker.engine.torch_engine import build_engine
+
     imported, blocks = _peak_bytes(), -(-(tokens + 1) // _BLOCK)
     config = EngineConfig(model, rows=1, kv_blocks=blocks, block_size=_BLOCK, quantize=quantize)
     with closing(build_engine(config)) as engine:

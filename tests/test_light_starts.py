@@ -23,3 +23,19 @@ def test_processes_start_without_heavy_packages() -> None:
     code = f"import sys, {PROCESSES}; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not LATE & set(modules)
+
+
+def test_an_engine_on_the_cpu_does_not_load_triton() -> None:
+    """Which torch imports where it is installed; its library takes 72 MB."""
+    code = """
+import socket
+import sys
+from loraplex.worker.engine import process
+from loraplex.worker.engine_api import EngineConfig, ModelUnusableError
+try:
+    process._build(EngineConfig("nowhere", "cpu"), process.EngineEnd(socket.socketpair()[0]))
+except ModelUnusableError:
+    print([name for name, module in sys.modules.items() if name.partition(".")[0] == "triton" and module])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"

@@ -51,3 +51,8 @@ def importing() -> Iterator[None]:
     gc.freeze()
     gc.enable()
     sys.setswitchinterval(_SWITCH_S)
+
+
+def hide_module(name: str) -> None:
+    """Let imports of a module fail from now on, as where it is not installed."""
+    sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # see Python's reference, "The import system"

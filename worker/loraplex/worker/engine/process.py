@@ -22,7 +22,7 @@ from typing import Any
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import is_encoder
 from loraplex.contracts.artifacts.hash_model import is_hash_spec
-from loraplex.runtime.interpreter import importing
+from loraplex.runtime.interpreter import hide_module, importing
 from loraplex.runtime.telemetry.logging import logging_of, set_up_logging
 from loraplex.worker.engine.engine import Engine
 from loraplex.worker.engine.hash_engine import HashEngine
@@ -202,7 +202,10 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
         raise ModelUnusableError("--tensor-parallel: only decoders are divided among ranks; leave it out")
     if is_hash_spec(config.model):
         return HashEngine(config, end.wake, on_begun)
-    # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
+    # Torch is imported only where it is used: it takes seconds and hundreds of megabytes. It imports Triton, of 72 MB,
+    # wherever that is installed.
+    if config.device == "cpu":
+        hide_module("triton")
     if is_encoder(config.model):
         with importing():
             build_encoder = import_module(ENCODERS).build_encoder

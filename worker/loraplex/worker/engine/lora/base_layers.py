@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from loraplex.contracts.artifacts.checkpoint import read_checkpoint
 from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.contracts.artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
+from loraplex.worker.engine.device import return_freed_memory
 from loraplex.worker.engine.parallel.group import SplitModel
 from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear, linear_of
 from loraplex.worker.engine.quantized.stored import QuantizedWeights, open_slices
@@ -215,6 +216,7 @@ class ModelLayers:
                 self._squares[name] = squares_of(layer.weight).cpu()
                 if layer.bias is not None:
                     self._biases[name] = layer.bias.detach().float().cpu()
+        return_freed_memory()
 
     def squares(self, module: str) -> Tensor:
         """Return the sum of squares of each output's weights: [out_features] float32."""
@@ -314,8 +316,12 @@ def squares_of(weight: Tensor | QuantizedWeight) -> Tensor:
     if isinstance(weight, QuantizedWeight):
         starts = range(0, weight.out_features, _PIECE_ROWS)
         return torch.cat([squares_of(weight.rows(slice(start, start + _PIECE_ROWS)).dequantize()) for start in starts])
-    pieces = torch.split(weight, _PIECE_ROWS)
-    return torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32).square() for piece in pieces])
+    norms = torch.empty(len(weight), device=weight.device)
+    # One for all pieces: the heap does not use an aligned piece's memory for the next one.
+    wide = torch.empty(min(_PIECE_ROWS, len(weight)), weight.shape[1], device=weight.device)
+    for piece, part in zip(torch.split(weight, _PIECE_ROWS), torch.split(norms, _PIECE_ROWS), strict=True):
+        torch.linalg.vector_norm(wide[: len(piece)].copy_(piece), dim=1, out=part)
+    return norms.square_()
 
 
 def own_forward(module: Any) -> Callable[..., Any]:
