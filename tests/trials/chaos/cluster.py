@@ -25,6 +25,7 @@ from tests.faulty_store import FaultyStore
 from tests.plans_file import set_plans
 from tests.trials.chaos.history import Left, Revision
 from tests.trials.chaos.links import Link
+from tests.trials.chaos.oracle import ACTIVATED, INVOCATION
 from tests.trials.chaos.plan import ADAPTERS, MODEL, MODEL_NAME, TENANTS
 from tests.trials.chaos.valkeys import Valkeys
 
@@ -157,7 +158,9 @@ async def push_adapter(store: str, directory: Path, tenant: str, name: str) -> R
     """Put an adapter into the store at this address; the hash model takes any bytes."""
     files = directory / tenant / name
     files.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    config: dict[str, object] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    if name == ACTIVATED:
+        config["alora_invocation_tokens"] = list(INVOCATION.encode())
     (files / "adapter_config.json").write_text(json.dumps(config))
     (files / "adapter_model.safetensors").write_bytes(f"weights of {tenant} {name}".encode())
     async with AsyncStoreClient(store, tenant) as client:

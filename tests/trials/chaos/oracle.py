@@ -101,10 +101,17 @@ def next_token(model: str, request: Request, choice: int, digest: str, so_far: S
     return next_allowed_token(parsed, state, len(so_far), allowed)
 
 
+# The activated one of a tenant's adapters, and what invokes it.
+ACTIVATED, INVOCATION = "c", "<check>"
+
+
 def _asked(request: Request) -> Asked:
+    digest = request.revision.digest
+    if request.revision.name == ACTIVATED and (at := request.prompt.rindex(INVOCATION)):
+        digest += f"@{at}"
     return Asked(
         prompt_ids_of(request),
-        request.revision.digest,
+        digest,
         _sampling(request),
         StoppingParams(request.max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos),
         request.stop,

@@ -15,7 +15,7 @@ from loraplex.contracts.options import RANGES, Pooling, SamplingParams, Task
 from tests.hash_answers import text_of
 from tests.hash_formats import FORMATS
 from tests.trials.chaos.history import Pair, Request, Revision, Texts
-from tests.trials.chaos.oracle import truth
+from tests.trials.chaos.oracle import ACTIVATED, INVOCATION, truth
 
 # Its own end is beyond most answers, so that some end by it.
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5&end_after=150&draft=0.6"
@@ -191,11 +191,15 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         truncate_to=own.choice((0, own.randint(1, len(request.prompt) + 5))) if own.random() < 0.15 else None,
     )
     kind = own.random()
+    if activated := request.revision.name == ACTIVATED:
+        at = own.randint(0, len(request.prompt))
+        prompt = request.prompt[:at] + INVOCATION + request.prompt[at:]
+        request = msgspec.structs.replace(request, prompt=prompt, truncate_to=None)
     if kind < 0.05:
         return _score(own, request)
-    if kind > 0.93:
+    if kind > 0.93 and not activated:
         return _texts(own, request)
-    if kind > 0.9:
+    if kind > 0.9 and not activated:
         return _documents(own, request)
     if kind < 0.1:  # the prompt's log probabilities alone
         least = {"max_tokens": 0, "min_tokens": 0, "best_of": None, "prompt_logprobs": own.choice((0, 2))}

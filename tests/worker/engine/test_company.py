@@ -62,16 +62,19 @@ def model(make_tiny: Callable[..., TinyModel]) -> TinyModel:
 
 
 def requests_of(chance: random.Random, vocab: int, adapters: Sequence[Any]) -> list[NewSequence]:
-    """Half of the prompts have a prefix in common."""
+    """Half of the prompts have a prefix in common; in some of them an activated adapter counts from behind it."""
     prefix = [chance.randrange(3, vocab) for _ in range(70)]
     requests = []
     for number in range(PROMPTS):
         own = [chance.randrange(3, vocab) for _ in range(chance.choice((1, 9, 40, 120, 260)))]
         prompt, stopping = tuple(prefix * (number % 2) + own), StoppingParams(chance.randint(4, 12), ignore_eos=True)
-        requests += [
-            NewSequence(f"{number} {index}", prompt, adapter=adapter, stopping=stopping, logprobs=0)
-            for index, adapter in enumerate(adapters)
-        ]
+        at = len(prefix) if number % 4 == 3 else 0
+        for index, adapter in enumerate(adapters):
+            request = NewSequence(f"{number} {index}", prompt, adapter=adapter, stopping=stopping, logprobs=0)
+            if adapter is not None and at:
+                activated = replace(adapter, invocation=prompt[at : at + 1])
+                request = replace(request, adapter=activated, invoked_at=at)
+            requests.append(request)
     return requests
 
 
