@@ -454,8 +454,8 @@ async def test_an_invocation_that_has_other_tokens_in_the_prompt_is_told_from_no
     activated.configs = AdapterConfigs(cast(Any, SimpleNamespace(config_of=AsyncMock(return_value=config))))
     error = await refusal(activated, replace(REQUEST, prompt="is it <300>", adapter="a"))
     assert str(error) == (
-        "prompt: has the text of the adapter's invocation '<300>', tokens [300], in other tokens; separate it from its "
-        "neighbours, send token_ids, or allow_inactive has the base model answer"
+        "prompt: does not have the adapter's invocation '<300>', tokens [300], but its text in other ones; separate it "
+        "from its neighbours, send token_ids, or allow_inactive has the base model answer"
     )
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from loraplex.contracts.artifacts.activation import last_occurrence
 from loraplex.contracts.artifacts.added_tokens import eos_token
 from loraplex.contracts.artifacts.generation_config import GenerationConfig
 from loraplex.contracts.broker.messages import AdapterRef, Job, WorkerState
@@ -36,7 +35,7 @@ from loraplex.router.generation.resume import Resumption
 from loraplex.router.generation.rollouts import Side, choose_side
 from loraplex.router.generation.run import Run
 from loraplex.router.request import DEFAULT_MAX_TOKENS, Chat, EncodeRequest, PromptOptions, Request
-from loraplex.router.text.tokenizer import PromptTokenizer, bad_word_ids, context_exceeded
+from loraplex.router.text.tokenizer import PromptTokenizer, bad_word_ids, context_exceeded, find_invocation
 from loraplex.runtime.rpc.errors import InvalidField, Mismatch, Unavailable
 from loraplex.runtime.rpc.server import MESSAGE_BYTES
 from loraplex.runtime.rpc.shares import FairThreads
@@ -372,8 +371,11 @@ class Admission:
         """Admit a request to the model and adapter that it was resolved to; `context`: maximum tokens of its job."""
         check_generates(model.manifest)
         prompt_ids = await self._tokenize(request, model)
-        invoked_at = await self._invoked_at(request, model, prompt_ids)
-        inactive = adapter if model.invocation and invoked_at is None else None
+        invoked_at, inactive = None, None
+        if ids := model.invocation:
+            find = partial(find_invocation, model.tokenizer, ids, prompt_ids[: request.scored_from], request)
+            invoked_at = await self.prompts.run(request.tenant, len(prompt_ids), find)
+            inactive = adapter if invoked_at is None else None
         answer_format, calls = await self._formats(request, model, prompt_ids, free)
         for name, given in (
             ("allowed_token_ids", request.sampling.allowed_token_ids),
@@ -414,23 +416,6 @@ class Admission:
             invoked_at=invoked_at,
         )
         return Run(request, job, model.tokenizer, answer_format, calls=calls, inactive=inactive)
-
-    async def _invoked_at(self, request: Request, model: ServedModel, prompt_ids: tuple[int, ...]) -> int | None:
-        """Return where the prompt invokes an activated adapter; None: nowhere, or the adapter is no such one.
-
-        Raises InvalidField unless the request allows the base model to answer.
-        """
-        ids, prompt_ids = model.invocation, prompt_ids[: request.scored_from]
-        if not ids:
-            return None
-        at = await self.prompts.run(request.tenant, len(prompt_ids), partial(last_occurrence, ids, prompt_ids))
-        if at is None and not request.allow_inactive:
-            decode = partial(model.tokenizer.decode, skip_special_tokens=False)
-            text, prompt = await self.prompts.run(
-                request.tenant, len(prompt_ids), lambda: (decode(ids), decode(prompt_ids))
-            )
-            raise not_invoked(request.prompt_field, ids, text, split=bool(text.strip()) and text in prompt)
-        return at
 
     async def _tokenize(self, request: Request, model: ServedModel) -> tuple[int, ...]:
         prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
@@ -547,18 +532,6 @@ def _max_tokens(request: Request, prompt: int, context: int, model: ServedModel)
 def _check_received(resumption: Resumption, vocab_size: int) -> None:
     for index, part in enumerate(resumption.received.values()):
         check_ids(f"received[{index}].token_ids", part.token_ids, vocab_size)
-
-
-def not_invoked(field: str, ids: tuple[int, ...], text: str, *, split: bool) -> InvalidField:
-    """Return the error of a prompt without the adapter's invocation; `split`: its text is there, in other tokens."""
-    what = f"the adapter's invocation {text!r}, tokens {list(ids)}"
-    advice = "allow_inactive has the base model answer"
-    message = f"does not have {what}; add it, or {advice}"
-    if split:
-        message = (
-            f"has the text of {what}, in other tokens; separate it from its neighbours, send token_ids, or {advice}"
-        )
-    return InvalidField(field, message, reason="NOT_INVOKED")
 
 
 def check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from loraplex.contracts.artifacts.activation import last_occurrence
 from loraplex.contracts.artifacts.added_tokens import AddedToken
-from loraplex.router.request import Chat, EncodeInput, EncodeRequest, PromptOptions, TextPair
+from loraplex.router.request import Chat, EncodeInput, EncodeRequest, PromptOptions, Request, TextPair
 from loraplex.router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
 from loraplex.runtime.rpc.errors import Internal, InvalidField
 from loraplex.runtime.rpc.shares import FairThreads
@@ -168,6 +169,24 @@ def bad_word_ids(tokenizer: ModelTokenizer, words: Sequence[str]) -> tuple[tuple
             if ids:  # not where the tokenizer drops all of the text
                 found[tuple(ids)] = None
     return tuple(found)
+
+
+def find_invocation(
+    tokenizer: ModelTokenizer, invocation: tuple[int, ...], prompt_ids: tuple[int, ...], request: Request
+) -> int | None:
+    """Return where a prompt invokes an activated adapter; None: nowhere, and the base model may answer.
+
+    Raises InvalidField. On many ids it may run in a thread.
+    """
+    at = last_occurrence(invocation, prompt_ids)
+    if at is None and not request.allow_inactive:
+        text, prompt = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (invocation, prompt_ids))
+        what, advice = f"the adapter's invocation {text!r}, tokens {list(invocation)}", "add it"
+        if text.strip() and text in prompt:
+            what, advice = f"{what}, but its text in other ones", "separate it from its neighbours, send token_ids"
+        message = f"does not have {what}; {advice}, or allow_inactive has the base model answer"
+        raise InvalidField(request.prompt_field, message, reason="NOT_INVOKED")
+    return at
 
 
 T = TypeVar("T")

@@ -200,3 +200,12 @@ def test_a_certificate_catches_an_adapter_that_needs_the_exact_weights(tmp_path:
     assert breach is not None
     assert breach.certain
     assert breach.text.startswith("0 of 3 answers are the same (95% interval 0.00 to 0.56)")
+
+
+def test_adapters_that_drawn_prompts_do_not_reach_have_no_certificate(tmp_path: Path) -> None:
+    from loraplex.model_tools.certificate import certify
+
+    fields = {"peft_type": "LORA", "r": 4, "alora_invocation_tokens": [5]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ArtifactError, match="alora_invocation_tokens: an activated adapter has no certificate"):
+        certify(SHIPPED, "int4", str(tmp_path))

@@ -14,7 +14,8 @@ import pytest
 from loraplex.adapter_store.app import Store, StoreSettings
 from loraplex.cli.models import registered
 from loraplex.contracts.artifacts.base_model import read_base_model
-from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest
+from loraplex.contracts.artifacts.names import weighted_digest
+from loraplex.contracts.broker.messages import AdapterRef, AdapterRequest, WeightedRef
 from loraplex.worker.io.adapters.disk import DiskTier
 from loraplex.worker.io.adapters.fetch import (
     CONFIG_BYTES,
@@ -23,6 +24,7 @@ from loraplex.worker.io.adapters.fetch import (
     DiskPin,
     DownloadTimeouts,
     FetchFailedError,
+    fetch_source,
 )
 from loraplex_client import AsyncStoreClient
 from tests.faulty_store import Fault, FaultyStore
@@ -87,6 +89,27 @@ def adapter(directory: Path, name: str, copies: int = 1000) -> Path:
     (directory / "adapter_config.json").write_text(json.dumps(config))
     (directory / WEIGHTS).write_bytes(name.encode() * copies)
     return directory
+
+
+async def test_the_invocation_of_an_activated_adapter_comes_with_it_and_no_set_has_such_a_part(
+    world: World, tmp_path: Path
+) -> None:
+    files, plain = adapter(tmp_path / "checks", "checks"), world.refs["a"]
+    (files / "adapter_config.json").write_text(json.dumps({"alora_invocation_tokens": [7, 9]}))
+    async with AsyncStoreClient(world.store.target, TENANT) as client:
+        revision = (await client.push(files, "checks")).revision
+    checks = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
+    digest = weighted_digest((ref.digest, 0.5) for ref in (plain, checks))
+    parts = (WeightedRef(plain, 0.5), WeightedRef(checks, 0.5))
+    for _ in range(2):  # the second worker finds them on its disk
+        async with world.worker() as fetcher:
+            for ref, invocation in ((checks, (7, 9)), (plain, ())):
+                pin = fetcher.disk_pin()
+                assert (await fetch_source(pin, ref, TENANT)).invocation == invocation
+                pin.release()
+            with pytest.raises(FetchFailedError, match=r"checks/.* is an activated adapter"):
+                await fetch_source(fetcher.disk_pin(), AdapterRef(digest, digest, 16, 2000, parts), TENANT)
+            assert all(not pins for pins in fetcher.disk._pins.values())
 
 
 async def fetch_one(pin: DiskPin, ref: AdapterRef) -> Path:

@@ -425,6 +425,7 @@ async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSou
     directories = await pin.fetch([part.adapter for part in ref.parts], tenant)
     for part in ref.parts:
         if await pin.invocation_of(part.adapter.digest):
+            pin.release()
             message = f"{part.adapter.revision} is an activated adapter, which no weighted set can have"
             raise FetchFailedError(Failure("FAILED_PRECONDITION", "ADAPTER_UNLOADABLE", message, "adapters"))
     parts = [
