@@ -91,7 +91,7 @@ def test_every_part_gives_its_figures_and_together_they_are_the_page(
     assert len(loops) == 3 * 2
     assert all(cases[f"{case}, longest silence"]["median"] > 0 for case in loops)
     page = (out / "gpu.md").read_text()
-    assert "| decode, 64 rows, 64 adapters |" in page
+    assert "| decode, 64 rows, 64 adapters, ms/step |" in page
     assert "- `lora_of_limit`: " in page
 
 

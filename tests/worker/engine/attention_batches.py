@@ -54,9 +54,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "splits", splits
     yield "splits, window 130", replace(splits, window=130)
     yield "longer splits", Case(1, 1, 16, 16, decodes=(4200,), chunks=())
-    # Tiles of 64 lanes: the tokens of one, one less, one more.
+    # Tiles of 128 lanes: the tokens of one, one less, one more.
     for heads in (1, 4):
-        tokens = 64 // heads
+        tokens = 128 // heads
         yield (
             f"chunk edges, {heads} heads",
             Case(

@@ -11,7 +11,7 @@ import torch
 from loraplex.contracts.artifacts.families import KvShape
 from loraplex.worker.engine.attention.paged import KvCache, LayerCall
 from loraplex.worker.engine.device import before_compilations
-from tests.worker.engine.triton_runs import compiled_for
+from tests.worker.engine.triton_runs import compiled_for, spilled_bytes
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -57,6 +57,21 @@ def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dic
     writes = [write_call(call, torch.zeros(51, dtype=torch.int64), cache)] if int8 else []
     out = torch.empty_like(query)
     return [*writes, *plan.kernels(call, cache, out), *late.kernels(call, cache, out)]
+
+
+@pytest.mark.usefixtures("kept_compilations")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "int8"),
+    [
+        (32, 8, 128, False),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((32, 8, 128, True), (8, 4, 256, False))),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((8, 4, 256, True), (32, 32, 64, False))),
+    ],
+)
+def test_sums_of_attention_stay_in_registers(heads: int, kv_heads: int, dim: int, int8: bool) -> None:
+    """With a split more of positions, 64 more lanes or half of the warps an H100 would keep some of them in memory."""
+    for call in launches(heads, kv_heads, dim, torch.bfloat16, {"int8": int8}):
+        assert spilled_bytes(compiled_for(90, call), 90) == 0, call.kernel.__name__
 
 
 class Driver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -89,6 +90,17 @@ def compiled_for(capability: int, call: KernelCall) -> Any:
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= SHARED_BYTES
     return compiled
+
+
+def spilled_bytes(compiled: Any, capability: int) -> int:
+    """Return the bytes of registers that a compiled kernel stores to memory, by the assembler that Triton has."""
+    import triton
+
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [assembler, "-v", f"-arch=sm_{capability}a", "-o", os.devnull, "/dev/stdin"]
+    done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True)
+    [spilled] = re.findall(r"(\d+) bytes spill stores", done.stderr)
+    return int(spilled)
 
 
 def _type(value: Any) -> str:

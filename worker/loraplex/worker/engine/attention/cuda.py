@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loraplex.worker.engine.attention.kernels import decode_calls, prefill_calls, prefill_tiles, tile_size
+from loraplex.worker.engine.attention.kernels import (
+    decode_calls,
+    prefill_calls,
+    prefill_tiles,
+    tile_size,
+    tile_tokens,
+)
 from loraplex.worker.engine.attention.paged import KvCache, LayerCall, RowBlocks
 from loraplex.worker.engine.device import KernelCall, upload
 
@@ -99,7 +105,7 @@ class ChunkRows:
 
     tables: Tensor
     spans: tuple[tuple[int, int, int], ...]
-    # The spans cut into tiles, by the number of query heads per key head; made by the first layer that needs them.
+    # The spans cut into tiles, by their maximum number of tokens; made by the first layer that needs them.
     tiles: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -134,11 +140,11 @@ class TritonPlan:
             else:
                 kernels += decode_calls(call, cache, tables, self.decodes.positions, out)
         if self.chunks is not None:
-            tiles, group = self.chunks.tiles, call.query.shape[1] // call.key.shape[1]
-            if group not in tiles:
-                tiles[group] = upload(prefill_tiles(self.chunks.spans, group), call.query.device, torch.int32)
+            tiles, most = self.chunks.tiles, tile_tokens(call.query.shape[1] // call.key.shape[1], out.shape[-1])
+            if most not in tiles:
+                tiles[most] = upload(prefill_tiles(self.chunks.spans, most), call.query.device, torch.int32)
             longest = max(start + count for _, start, count in self.chunks.spans)
-            kernels += prefill_calls(call, cache, self.chunks.tables, tiles[group], longest, out)
+            kernels += prefill_calls(call, cache, self.chunks.tables, tiles[most], longest, out)
         return kernels
 
 

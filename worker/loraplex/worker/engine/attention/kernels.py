@@ -270,8 +270,9 @@ def decode_calls(
     return attend, combine
 
 
-# Minimum number of lanes (tokens times query heads per key head) of a tile.
-_LANES = 64
+# Minimum number of lanes (tokens times query heads per key head) of a tile: each of two warp groups computes 64 of them
+# over the same keys. Of wide values their sums would not be in registers.
+_LANES, _LANES_OF_WIDE = 128, 64
 # Positions of a split of chunks: a multiple of every position_tile.
 CHUNK_SPLIT = 1024
 # Dimensions of a program that combines splits.
@@ -418,12 +419,11 @@ def combine_chunks(  # type: ignore[no-untyped-def]
     )
 
 
-def prefill_tiles(chunks: Sequence[tuple[int, int, int]], group: int) -> list[tuple[int, int, int, int]]:
-    """Cut chunks (first token of the flat batch, its position, count) into tiles for `group` heads per key head.
+def prefill_tiles(chunks: Sequence[tuple[int, int, int]], most: int) -> list[tuple[int, int, int, int]]:
+    """Cut chunks (first token of the flat batch, its position, count) into tiles of at most `most` tokens.
 
     A tile is (chunk, first token, its position, count).
     """
-    most = _lanes(group) // group
     return [
         (index, first + offset, start + offset, min(most, count - offset))
         for index, (first, start, count) in enumerate(chunks)
@@ -431,8 +431,13 @@ def prefill_tiles(chunks: Sequence[tuple[int, int, int]], group: int) -> list[tu
     ]
 
 
-def _lanes(group: int) -> int:
-    return max(_LANES, tile_size(group))
+def tile_tokens(group: int, value_dim: int) -> int:
+    """Return the maximum tokens of a tile of chunks, for `group` heads per key head."""
+    return _lanes(group, value_dim) // group
+
+
+def _lanes(group: int, value_dim: int) -> int:
+    return max(_LANES if tile_size(value_dim) <= _LANES else _LANES_OF_WIDE, tile_size(group))
 
 
 def prefill_calls(
@@ -445,7 +450,10 @@ def prefill_calls(
     Of every tensor the last dimension is contiguous.
     """
     arguments, constants = _arguments(call, cache, call.query, tables)
-    lanes, value_dim, kv_heads = _lanes(constants["GROUP"]), constants["VALUE_DIM"], cache.slots[call.layer][0].shape[1]
+    value_dim, kv_heads = constants["VALUE_DIM"], cache.slots[call.layer][0].shape[1]
+    lanes = _lanes(constants["GROUP"], value_dim)
+    if cache.scales:  # codes take registers of their own
+        constants["POSITIONS"] = max(_LEAST_TILE, constants["POSITIONS"] // 2)
     splits, programs = -(-longest // CHUNK_SPLIT), len(tiles) * kv_heads
     if call.window is not None:
         # A tile's positions, from a multiple of POSITIONS on, begin and end within splits.
@@ -467,7 +475,7 @@ def prefill_calls(
         (len(tiles), kv_heads, splits if parted else 1),
         arguments | common,
         constants | sizes,
-        warps=4 if constants["VALUE_TILE"] <= 128 else 8,
+        warps=8,
         stages=2,
     )
     if not parted:
