@@ -300,7 +300,7 @@ class FakeEngine:
         with torch.inference_mode(), _found(self.device, self._tensors):
             yield
 
-    def _load(self, model: str, device: str, dtype: str, quantize: str, group: None) -> LoadedModel:
+    def _load(self, model: str, device: str, dtype: str, quantize: str, group: None, **_: Any) -> LoadedModel:
         on, current = torch.device(device), self.device.current
         assert current == (on.index or 0), f"weights of {on} are loaded while {current} is current"
         with _disable_current_modes():

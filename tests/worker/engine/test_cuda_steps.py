@@ -218,6 +218,22 @@ def test_the_kv_cache_takes_what_the_largest_step_leaves(tiny_llama: Any) -> Non
         assert max(len(one.arguments["query"]) for one in after) == 24
 
 
+def test_slots_are_fewer_where_memory_is_short(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(str(tiny_llama.directory), "cuda", rows=2, kv_blocks=8, max_rank=16, fewer_slots=True)
+    with fake_engine(config) as (engine, _):
+        assert engine.limits.adapter_slots == 32
+    monkeypatch.setattr(fake_cuda, "FREE_BYTES", 1 << 20)
+    with fake_engine(config) as (engine, _):
+        assert 1 < engine.limits.adapter_slots < 16
+        assert engine.stats().slots_used == 0
+        engine.add_sequence(NewSequence("a", (5, 6), stopping=StoppingParams(2), adapter=AdapterSource("a", "/")))
+        while engine.has_work():
+            assert not [output.failure for output in engine.step() if output.failure]
+    assert f"memory holds {engine.limits.adapter_slots} adapter slots of rank 16" in caplog.text
+
+
 def test_limits_whose_largest_step_has_no_room_are_refused(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(runner: Runner, batch: Batch) -> None:
         raise torch.OutOfMemoryError

@@ -16,8 +16,11 @@ REQUIRED = ("hash:?", "127.0.0.1:1", "redis://127.0.0.1:1")
 def test_a_device_has_defaults_of_its_own(device: str, rows: int, step_tokens: int) -> None:
     config = WorkerSettings(*REQUIRED, device=device).engine_config()
     assert (config.device, config.rows, config.step_tokens) == (device, rows, step_tokens)
-    chosen = WorkerSettings(*REQUIRED, device=device, rows=5, step_tokens=64, max_rank=8).engine_config()
-    assert chosen == EngineConfig("hash:?", device, rows=5, step_tokens=64, max_rank=8)
+    assert (config.adapter_slots, config.fewer_slots) == (32, True)
+    chosen = WorkerSettings(
+        *REQUIRED, device=device, rows=5, step_tokens=64, max_rank=8, adapter_slots=4
+    ).engine_config()
+    assert chosen == EngineConfig("hash:?", device, rows=5, step_tokens=64, max_rank=8, adapter_slots=4)
 
 
 def test_drafts_are_configured_as_in_vllm_or_not_at_all() -> None:

@@ -223,6 +223,8 @@ class EngineConfig:
     # Tokens in a block.
     block_size: int = 16
     adapter_slots: int = 32
+    # On CUDA there are fewer slots where half of the memory beside the weights holds fewer.
+    fewer_slots: bool = False
     # Maximum bytes of adapters in host memory.
     host_adapter_bytes: int = 0
     max_rank: int = 64

@@ -23,7 +23,7 @@ from loraplex.contracts.artifacts.gguf_files import refuse_gguf
 from loraplex.contracts.artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from loraplex.contracts.artifacts.quantization import parse_quantization, stored_scheme
 from loraplex.runtime.rpc.settings import check_bounds, setting
-from loraplex.worker.sizing import DTYPE_BYTES, available_host_bytes, cpu_dtype, own_dtype
+from loraplex.worker.sizing import DTYPE_BYTES, available_host_bytes, cpu_dtype, own_dtype, slot_numbers
 
 # Share of the memory that the weights leave free; the rest is for activations and everything else on the device.
 USABLE = 0.9
@@ -231,17 +231,14 @@ def _kv_of(ranks: Sequence[RankParts], shape: KvShape, weights: Mapping[str, Lin
 
 def _adapter_numbers(base: BaseModel, settings: PlanSettings, rank: RankParts | None) -> int:
     """Return how many numbers a slot has: those of all inner linear layers, and of experts where slots are for them."""
-    numbers = 0
-    for module in base.modules:
-        if not is_inner(module.name):
-            continue
-        of_rank = settings.max_expert_rank * module.experts if module.experts else settings.rank
+    layers = []
+    for module in filter(lambda module: is_inner(module.name), base.modules):
         split = None
         if rank is not None:
             divide = rank.split_experts if module.experts else rank.split
             split = divide(module.name, module.out_features, module.in_features)
-        numbers += of_rank * sum(_sizes(split, module.in_features, module.out_features))
-    return numbers
+        layers.append((*_sizes(split, module.in_features, module.out_features), module.experts))
+    return slot_numbers(layers, settings.rank, settings.max_expert_rank)
 
 
 def _fit(room: int, size: int, count: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,13 @@ def cpu_dtype(own: str, *, bfloat16_works: bool = True) -> str:
     if own != "float16":
         return own
     return "bfloat16" if bfloat16_works else "float32"
+
+
+def slot_numbers(layers: Iterable[tuple[int, int, int]], max_rank: int, max_expert_rank: int) -> int:
+    """Return how many numbers an adapter slot on CUDA has for layers: (in_features, out_features, experts or 0)."""
+    return sum(
+        (max_expert_rank * experts if experts else max_rank) * (inputs + outputs) for inputs, outputs, experts in layers
+    )
 
 
 def available_cores(cores: int) -> int:

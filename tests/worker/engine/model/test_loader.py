@@ -20,6 +20,7 @@ from loraplex.worker.engine.model import loader
 from loraplex.worker.engine.model.loader import SUPPORTED, check_architecture, device_of, lay_out, load_model
 from loraplex.worker.engine.quantized.layers import AnyLinear
 from loraplex.worker.engine_api import ModelUnusableError
+from loraplex.worker.plan import PlanSettings, plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,6 +212,17 @@ def test_what_triton_cannot_compile_is_said_before_anything_loads(monkeypatch: p
     monkeypatch.setattr(type(driver), "active", property(start))
     with pytest.raises(ModelUnusableError, match=r"^Triton cannot compile for cuda:2: .*gcc.*; install gcc"):
         device_of("cuda")
+
+
+@pytest.mark.usefixtures("three_devices")
+def test_memory_for_no_adapter_slot_is_said_before_anything_loads(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan(PlanSettings(str(tiny_llama.directory), rank=64, adapters=1, memory="1GB"))
+    monkeypatch.setattr(loader, "available_bytes", lambda device: planned.weight_bytes + planned.adapter_bytes - 1)
+    monkeypatch.setattr(loader, "from_pretrained", None)
+    with pytest.raises(ModelUnusableError, match=r"the weights take .* with one adapter slot, and .* on cuda:2"):
+        load_model(str(tiny_llama.directory), "cuda", slot_ranks=(64, 0))
 
 
 def test_too_little_memory(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,6 +55,7 @@ from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
 from loraplex.worker.engine.scheduling.sequence import Batch
 from loraplex.worker.engine_api import EngineConfig, EngineLimits, ModelUnusableError, NewSequence, Output
+from loraplex.worker.sizing import slot_numbers
 
 if TYPE_CHECKING:  # it needs msgspec, which may be missing where one device computes
     from loraplex.worker.engine.ranks import Followers, OnLost, RankEnd, Start
@@ -198,6 +199,7 @@ def build_engine(
         make: MakeMemory = TorchAdapterMemory
         if followers is not None and loaded.split is not None:
             make = partial(SharedAdapterMemory, loaded.split, followers.install)
+        config = replace(config, adapter_slots=part.limits.adapter_slots)
         adapters = adapter_cache(part.base, config, on_loaded, part.lora.install, part.encoding.install, make=make)
         chunk_sizer = ChunkSizer(config.itl_target_ms / 1000) if paced else None
         grammars = _grammars(loaded, on_loaded)
@@ -241,9 +243,11 @@ def load_part(
         device = rank_device(device, rank)
         group = RankGroup(rank, config.tensor_parallel, store, device_of(device))
     make_current(device_of(device))  # before the model loads, which launches kernels if it is quantized
-    loaded = load_model(config.model, device, config.dtype, config.quantize, group)
+    loaded = load_model(config.model, device, config.dtype, config.quantize, group, slot_ranks=_slot_ranks(config))
     torch.set_num_threads(_threads(loaded, config))
     loaded = choose_dtype(loaded, config.dtype)
+    if loaded.device.type == "cuda" and config.fewer_slots:
+        config = replace(config, adapter_slots=fitting_slots(loaded, config))
     base = WholeLayers(loaded) if loaded.split is not None else ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     encoding = Encoding(loaded, config.adapter_slots)
@@ -288,6 +292,24 @@ def follow(end: RankEnd) -> int:
                 assert part is not None, "it was started"
                 part.runner.execute(layout)
     return 0
+
+
+def _slot_ranks(config: EngineConfig) -> tuple[int, int]:
+    """Return the ranks of a slot, for layers and for experts; without slots they are 0."""
+    return (config.max_rank, config.max_expert_rank) if config.adapter_slots else (0, 0)
+
+
+def fitting_slots(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Return how many of the slots fit into half of the memory that the weights leave on this device; 1 at least."""
+    layers = [(*sizes, 0) for sizes in loaded.linears.values()]
+    numbers = slot_numbers([*layers, *loaded.experts.values()], *_slot_ranks(config))
+    half = available_bytes(loaded.device) // 2
+    slots = max(1, min(config.adapter_slots, half // (numbers * loaded.dtype.itemsize)))
+    if loaded.split is not None:
+        slots = loaded.split.group.least(slots)
+    if slots < config.adapter_slots:
+        _log.warning("memory holds %d adapter slots of rank %d: --max-rank may be lower", slots, config.max_rank)
+    return slots
 
 
 def _threads(loaded: LoadedModel, config: EngineConfig) -> int:

@@ -19,6 +19,8 @@ from loraplex.runtime.tenancy.audit_log import FILE_HELP
 from loraplex.worker.engine_api import MAX_DRAFT, EngineConfig, Speculation
 
 DEVICES = ("cpu", "cuda")
+# Adapters on the device at once by default.
+_SLOTS = 32
 # By default: answers that are computed at once, and tokens that one step may compute. A CPU's step takes longer with
 # each of them; a GPU reads all weights for every step, however few they are.
 _ROWS = {"cpu": 32, "cuda": 256}
@@ -58,7 +60,9 @@ class WorkerSettings:
     rows: int = setting("maximum sequences computed at once; 0: 32, on CUDA 256", 0, least=0)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0, least=0)
     block_size: int = setting("tokens per block", 16, least=1)
-    adapter_slots: int = setting("adapters on the device at once", 32, least=1)
+    adapter_slots: int = setting(
+        "adapters on the device at once; 0: 32, on CUDA fewer where memory is short", 0, least=0
+    )
     host_adapter_bytes: int = setting(
         "maximum bytes of adapters in host memory; 0: an eighth of the available memory, divided by the CUDA devices",
         0,
@@ -135,6 +139,7 @@ class WorkerSettings:
         values = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if hasattr(self, field.name)}
         kind = self.device.split(":", maxsplit=1)[0]
         values["rows"] = self.rows or _ROWS[kind]
+        values["adapter_slots"], values["fewer_slots"] = self.adapter_slots or _SLOTS, not self.adapter_slots
         values["step_tokens"] = self.step_tokens or _STEP_TOKENS[kind]
         return EngineConfig(**values)
 

@@ -21,7 +21,7 @@ from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.base_modules import model_bytes, read_weights
 from loraplex.contracts.artifacts.checkpoint import TOWERS, TensorInfo, read_checkpoint, read_config
 from loraplex.contracts.artifacts.encoders import check_rope_types
-from loraplex.contracts.artifacts.families import FAMILIES, KvShape
+from loraplex.contracts.artifacts.families import FAMILIES, KvShape, is_inner
 from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, stored_scheme
 from loraplex.worker.engine.attention import paged
 from loraplex.worker.engine.attention.paged import AttentionContext, RandomAttention
@@ -45,7 +45,7 @@ from loraplex.worker.engine.quantized.stored import (
     transformers_config,
 )
 from loraplex.worker.engine_api import EngineConfig, ModelUnusableError
-from loraplex.worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
+from loraplex.worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype, slot_numbers
 
 # Every architecture that is not known to run right over the paged KV cache is refused: a model whose window, chunk or
 # state lies in its attention mask or in its own cache would answer, and answer wrongly, since the mask is never built
@@ -110,12 +110,18 @@ class LoadedModel(LoadedBase):
 
 
 def load_model(
-    path: str, device: str = "cpu", dtype: str = "auto", quantize: str = "", group: RankGroup | None = None
+    path: str,
+    device: str = "cpu",
+    dtype: str = "auto",
+    quantize: str = "",
+    group: RankGroup | None = None,
+    *,
+    slot_ranks: tuple[int, int] = (0, 0),
 ) -> LoadedModel:
     """Load the model in directory `path`; dtype "auto" is the model's own.
 
-    `quantize` names the scheme in which float weights are loaded. With a group, this rank's part is loaded. Raises
-    ModelUnusableError.
+    `quantize` names the scheme in which float weights are loaded. With a group, this rank's part is loaded. On CUDA the
+    memory is to hold an adapter slot too, of these ranks for layers and experts. Raises ModelUnusableError.
     """
     directory, place = Path(path), device_of(device)
     config = _read_config(directory)
@@ -132,6 +138,11 @@ def load_model(
     # On the CPU all ranks' parts are in one memory.
     shares = group.ranks if group is not None and place.type != "cpu" else 1
     check_memory(directory, needed // shares, place, manifest.quantization or dtype_name(number))
+    if place.type == "cuda":
+        inner = [one for one in manifest.modules if is_inner(one.name)]
+        layers = [(one.in_features, one.out_features, one.experts) for one in inner]
+        slot = slot_numbers(layers, *slot_ranks) * number.itemsize
+        check_memory(directory, (needed + slot) // shares, place, f"{dtype_name(number)} with one adapter slot")
     chosen = stored.quantization if stored else scheme
     tied = chosen is not None and bool(transformers_config(directory).tie_word_embeddings)
     quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=tied)
