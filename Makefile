@@ -21,6 +21,7 @@ DEVICE ?= cpu
 DTYPE ?= auto
 QUANTIZE ?=
 KV_CACHE_DTYPE ?=
+TENSOR_PARALLEL ?= 1
 SPECULATIVE_CONFIG ?=
 PORT ?= 50051
 STORE_PORT ?= 50052
@@ -73,7 +74,7 @@ $(STAMP): $(INPUTS)
 run: $(STAMP) ## Start a cluster on this machine and show answers of the model and its adapters
 	@exec $(BIN)/python -m examples.run $(if $(MODEL),--model "$(MODEL)") $(if $(ADAPTERS),--adapters "$(ADAPTERS)") \
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
-		$(if $(KV_CACHE_DTYPE),--kv-cache-dtype $(KV_CACHE_DTYPE)) \
+		$(if $(KV_CACHE_DTYPE),--kv-cache-dtype $(KV_CACHE_DTYPE)) --tensor-parallel $(TENSOR_PARALLEL) \
 		$(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)') \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
