@@ -109,7 +109,8 @@ class EvaluatedModel:
     def _forward(self, rows: list[Row]) -> Tensor:
         """Compute a step: the logits that its rows ask for, in their order."""
         batch = Batch(tuple(rows), sum(row.count == 1 for row in rows), sum(row.count for row in rows))
-        return self._runner.execute(self._runner.layout(batch)).float()
+        # A copy: the next step's logits may be in the same memory.
+        return self._runner.execute(self._runner.layout(batch)).to(torch.float32, copy=True)
 
 
 @dataclass(frozen=True)

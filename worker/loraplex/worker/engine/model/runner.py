@@ -306,7 +306,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, layout: Layout) -> Tensor:
-        """Compute the logits of a layout: row after row, those that it asks for."""
+        """Compute the logits of a layout, until the next step: row after row, those that it asks for."""
         if isinstance(layout, DecodeLayout):
             return self._decode(layout)
         self._lora.begin_step(layout.adapters, layout.logit_counts)
