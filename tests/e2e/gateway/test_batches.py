@@ -309,7 +309,7 @@ async def test_a_batch_that_waits_for_its_quota_leaves_its_place_to_others(
 
 
 async def test_a_tenant_with_all_places_leaves_one_to_another(client: openai.AsyncOpenAI, two_places: None) -> None:
-    given = jsonl(*(chat_line(str(number), "b", f"Hi {number}", max_tokens=60) for number in range(400)))
+    given = jsonl(*(chat_line(str(number), "b", f"Hi {number}", max_tokens=60) for number in range(100)))
     long = [await begun(client, given) for _ in range(2)]
     for made in long:
         await in_progress(client, made.id)
