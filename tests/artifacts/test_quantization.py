@@ -12,7 +12,7 @@ from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
 from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, quantized_digest
 
-NAMES = ("int8", "int8-zero-point", "int8-dynamic", "int4", "int4-64", "int4-128", "fp8")
+NAMES = ("int8", "int8-zero-point", "int8-dynamic", "int4", "int4-64", "int4-128", "int4-dynamic", "fp8")
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{name}+embeddings" for name in NAMES)])
@@ -41,9 +41,10 @@ def test_a_scheme_of_one_kind_of_device_needs_it() -> None:
     check_device(parse_quantization("int4"), "cpu")
     with pytest.raises(ArtifactError, match="fp8 needs a CUDA device"):
         check_device(parse_quantization("fp8"), "cpu")
-    check_device(parse_quantization("int8-dynamic"), "cpu")
-    with pytest.raises(ArtifactError, match="int8-dynamic needs a CPU"):
-        check_device(parse_quantization("int8-dynamic"), "cuda")
+    for scheme in ("int8", "int4"):
+        check_device(parse_quantization(f"{scheme}-dynamic"), "cpu")
+        with pytest.raises(ArtifactError, match=f"{scheme}-dynamic needs a CPU .*; on CUDA use {scheme}$"):
+            check_device(parse_quantization(f"{scheme}-dynamic"), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ def test_every_form_is_held_against_the_ceilings() -> None:
     report = measure(Setup(outputs=64, columns=64, rows=(1, 8), weights_bytes=2**18, rounds=1), quick=True)
     *table, ceilings = report.rows
     assert [row["rows"] for row in table] == ["1", "8"]
-    assert all(row.keys() == {"rows", "float32", "auto", "int8", "int8-dynamic", "int4"} for row in table)
+    assert all(
+        row.keys() == {"rows", "float32", "auto", "int8", "int8-dynamic", "int4", "int4-dynamic"} for row in table
+    )
     assert all(rate > 0 for rate in ceilings.values())
     assert report.ratios.keys() < AIMS.keys()
     assert {"int8_over_bfloat16_1", "auto_of_ceiling_8"} <= report.ratios.keys()

@@ -82,7 +82,8 @@ def quantize(  # noqa: PLR0913, PLR0917  # one parameter a flag
         str,
         typer.Option(
             metavar="SCHEME",
-            help="int8, int8-zero-point, int8-dynamic, int4, int4-64, int4-128 or fp8, each also with +embeddings; "
+            help="int8, int8-zero-point, int8-dynamic, int4, int4-64, int4-128, int4-dynamic or fp8, each also with "
+            "+embeddings; "
             "with --report, '' leaves the weights as they are.",
         ),
     ] = "int8",

@@ -153,8 +153,8 @@ QuantizeOption = Annotated[
     typer.Option(
         "--quantize",
         metavar="SCHEME",
-        help="Scheme of the weights: int8, int8-zero-point, int4, int4-64, int4-128, on a CPU int8-dynamic, on CUDA "
-        "fp8; with +embeddings, as in int8+embeddings, of token embeddings and output head too.",
+        help="Scheme of the weights: int8, int8-zero-point, int4, int4-64, int4-128, on a CPU int8-dynamic and "
+        "int4-dynamic, on CUDA fp8; with +embeddings, as in int8+embeddings, of token embeddings and output head too.",
     ),
 ]
 KvCacheOption = Annotated[

@@ -2,7 +2,7 @@
 
     int8              a scale for each output          int4, int4-64, int4-128  scale and zero for 32, 64 or 128 columns
     int8-zero-point   a scale and a zero for each      fp8                      8 bits of floating point, on CUDA
-    int8-dynamic      int8, inputs rounded to 8 bits, a scale for 128 columns of each row, on a CPU
+    int8-dynamic, int4-dynamic   int8 and int4, inputs rounded to 8 bits, a scale for 128 columns of each row, on a CPU
 
 The inner linear layers are quantized; with `+embeddings`, as in `int8+embeddings`, so are token embeddings and output
 head. A weight X of a quantized checkpoint is made up of these tensors:
@@ -31,8 +31,8 @@ from loraplex.contracts.artifacts.checkpoint import Checkpoint, TensorInfo
 from loraplex.contracts.artifacts.names import is_digest, sha256_json
 
 FLAG_HELP = (
-    "int8, int8-zero-point, int8-dynamic (CPU), int4, int4-64, int4-128 or fp8 (CUDA); +embeddings: these too; "
-    "empty: as the files are"
+    "int8, int8-zero-point, int4, int4-64, int4-128, int8-dynamic or int4-dynamic (CPU) or fp8 (CUDA); "
+    "+embeddings: these too; empty: as the files are"
 )
 _EMBEDDINGS, _DYNAMIC = "+embeddings", "-dynamic"
 # Columns of a group of `int4`: with more the shipped model loses over 3% of perplexity: docs/results/quantization.md.
@@ -117,6 +117,7 @@ _SCHEMES = {
     "int4": Quantization(4, symmetric=False, group=_INT4_GROUP),
     "int4-64": Quantization(4, symmetric=False, group=64),
     "int4-128": Quantization(4, symmetric=False, group=128),
+    "int4-dynamic": Quantization(4, symmetric=False, group=_INT4_GROUP, dynamic=True),
     "fp8": Quantization(8, symmetric=True, floating=True),
 }
 # Names that are read too, and never written.
@@ -140,7 +141,7 @@ def check_device(scheme: Quantization | None, device: str) -> None:
     if scheme is not None and scheme.floating and not on_cuda:
         raise ArtifactError("--quantize", f"{scheme} needs a CUDA device (--device cuda); on the CPU use int8")
     if scheme is not None and scheme.dynamic and on_cuda:
-        raise ArtifactError("--quantize", f"{scheme} needs a CPU (--device cpu); on CUDA use int8")
+        raise ArtifactError("--quantize", f"{scheme} needs a CPU (--device cpu); on CUDA use int{scheme.bits}")
 
 
 def calibrated_name(scheme: Quantization, bits: float) -> str:

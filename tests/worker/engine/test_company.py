@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "int8-dynamic": {"dtype": "bfloat16", "quantize": "int8-dynamic"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
+    "int4-dynamic": {"dtype": "bfloat16", "quantize": "int4-dynamic"},
     "KV cache in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "two ranks": {"dtype": "bfloat16", "tensor_parallel": 2},
 }

@@ -9,8 +9,9 @@ when all rows are converted, for each task (some panels), taken by the next free
 
 Zero points of 4 bits have fractions: codes and zero points are multiplied by INT4_SCALE, and scales are divided by it.
 
-With activations of 8 bits q is at most 127 in size. Where the processor has vpdpbusd, which multiplies four pairs,
-codes are uint8 then: zero is CODE_OFFSET, and scale * (all segments) is computed last.
+With activations of 8 bits q is at most 127 in size, and `inputs` columns, some segments, share a factor. Where the
+processor has vpdpbusd, which multiplies four pairs, codes less zeros are uint8 then, plus CODE_OFFSET, which counts as
+the zero of all. Of int8, which has one scale for an output, scale * (all segments) is computed last.
 
 The inner sums are of integers, and exact. One instruction multiplies and adds two pairs, twice what float32 does and,
 with VNNI (vpdpwssd), as many as of bfloat16; but int8 becomes int16 in one instruction, and bfloat16 in seven. What is
@@ -58,11 +59,13 @@ from loraplex.kernels.weight_vectors import (
     HALVES,
     HAS_BYTES,
     LAYER_INTEGERS,
+    OF_BYTES,
     PANEL,
-    UINT8,
+    UINT4_SCALE,
     ZERO_STEP,
     TileSums,
     V,
+    each_part,
     each_segment,
     each_vector_of,
     fetch,
@@ -84,16 +87,21 @@ def to_fixed(b, p, x, q, factors):
 
     Numbers that are not finite make the factor not a number, and with it all outputs of the row.
     """
-    kind, of_bytes = p.constant("of_kind"), p.constant("of_format") == UINT8
+    kind, of_bytes = p.constant("of_kind"), _is_of_bytes(p)
     largest = ir.Constant(F32, _LARGEST[p.constant("of_bits")])
-    sums_of_q = p.load("sums_of_q")
-    with each_segment(b, p) as (first, stop, number):
+    columns, inputs, segment, sums_of_q = map(p.load, ("columns", "inputs", "segment", "sums_of_q"))
+    with each_part(b, int64(0), columns, inputs) as (first, stop, _):
         size, check = _measure(b, kind, x, first, stop)
-        total = _convert(b, kind, x, q, first, stop, b.fdiv(largest, size), I8 if of_bytes else I16)
-        at = b.add(factors, b.mul(number, int64(4)))
-        store(b, b.fadd(b.fdiv(size, largest), check), at, 0, 4)
-        less = b.mul(total, ir.Constant(I32, -CODE_OFFSET)) if of_bytes else _as_pair(b, total)
-        store(b, less, b.add(at, sums_of_q), 0, 4)
+        with each_part(b, first, stop, segment) as (begin, end, _):
+            total = _convert(b, kind, x, q, begin, end, b.fdiv(largest, size), I8 if of_bytes else I16)
+            at = b.add(factors, b.mul(b.udiv(begin, segment), int64(4)))
+            store(b, b.fadd(b.fdiv(size, largest), check), at, 0, 4)
+            less = b.mul(total, ir.Constant(I32, -CODE_OFFSET)) if of_bytes else _as_pair(b, total)
+            store(b, less, b.add(at, sums_of_q), 0, 4)
+
+
+def _is_of_bytes(p: KernelArgs) -> bool:
+    return p.constant("of_format") in [FORMATS[name] for name in OF_BYTES]
 
 
 def _measure(b: Any, kind: int, x: Any, first: Any, stop: Any) -> tuple[Any, Any]:
@@ -159,7 +167,7 @@ def multiply(b, p, count, q, factors, weights, scales, next_weights, sums):
     `factors` are the factors of the rows' segments, and behind them, at `sums_of_q`, the sums of their q. Meanwhile
     this tile's part of the next panel's weights is fetched to the cache, from `next_weights` on.
     """
-    multiply_rows = _multiply_bytes if p.constant("of_format") == UINT8 else _multiply_rows
+    multiply_rows = _multiply_bytes if _is_of_bytes(p) else _multiply_rows
     for rows in cases(b, count, range(1, TILE_ROWS + 1)):
         multiply_rows(b, p, rows, q, factors, weights, scales, next_weights, sums)
 
@@ -196,41 +204,69 @@ def _multiply_rows(
 def _multiply_bytes(
     b: Any, p: KernelArgs, rows: int, q: Any, factors: Any, weights: Any, scales: Any, next_weights: Any, sums: Any
 ) -> None:
-    q_bytes, factor_bytes, sums_of_q, spread = map(p.load, ("q_bytes", "factor_bytes", "sums_of_q", "spread"))
+    names = ("q_bytes", "factor_bytes", "sums_of_q", "scale_step", "spread")
+    q_bytes, factor_bytes, sums_of_q, step, spread = (p.load(name) for name in names)
+    to_zeros = b.sub(*(p.load(name) for name in ("zeros", "scales")))
+    has_zeros = p.constant("of_zeros") > 1
+    unit, unit_bytes = unit_sizes(p.constant("of_format"))
     lines = [b.add(q, b.mul(q_bytes, int64(row))) for row in range(rows)]
     of_rows = [b.add(factors, b.mul(factor_bytes, int64(row))) for row in range(rows)]
     totals, parts = TileSums(b, F32, rows), TileSums(b, I32, rows)
     totals.clear()
-    size = _BYTES_STEP * PANEL
+    size = _BYTES_STEP // unit * unit_bytes
     with each_segment(b, p) as (first, stop, number):
         places = [b.add(of_row, b.mul(number, int64(4))) for of_row in of_rows]
+        scale = b.add(scales, b.mul(number, step))
+        zeros = _load_words(b, b.add(scale, to_zeros)) if has_zeros else None
         for row, half in parts.places:
             parts[row, half] = broadcast(b, load(b, b.add(places[row], sums_of_q), 0, I32, 4), V)
         with cgutils.for_range_slice(b, first, stop, int64(_BYTES_STEP), I64) as (index, _):
-            place = b.mul(index, int64(PANEL))
+            place = b.mul(b.udiv(index, int64(unit)), int64(unit_bytes))
             address = b.add(weights, place)
             fetch(b, b.add(next_weights, b.lshr(place, spread)), 0, size)
-            for at in range(0, _BYTES_STEP, 4):
-                words = [load(b, address, PANEL * at + 4 * V * half, vector_type(I32, V), 4) for half in HALVES]
-                for row, line in enumerate(lines):
-                    all_q = broadcast(b, load(b, b.add(line, index), at, I32, 4), V)
-                    for half in HALVES:
-                        parts[row, half] = _add_products_of_bytes(b, parts[row, half], words[half], all_q)
+            for at in range(0, _BYTES_STEP, unit):
+                words = _load_words(b, b.add(address, int64(at // unit * unit_bytes)))
+                vectors = _less_zeros(b, words, zeros) if zeros else [words]
+                for number_of_four, halves in enumerate(vectors):
+                    for row, line in enumerate(lines):
+                        all_q = broadcast(b, load(b, b.add(line, index), at + 4 * number_of_four, I32, 4), V)
+                        for half in HALVES:
+                            parts[row, half] = _add_products_of_bytes(b, parts[row, half], halves[half], all_q)
+        of_outputs = [load_floats(b, scale, V * half, V) for half in HALVES] if has_zeros else None
         for row, half in parts.places:
             factor = broadcast(b, load(b, places[row], 0, F32, 4), V)
             value = b.fmul(b.sitofp(parts[row, half], vector_type(F32, V)), factor, flags=CONTRACT)
+            if of_outputs:
+                value = b.fmul(value, of_outputs[half], flags=CONTRACT)
             totals[row, half] = b.fadd(totals[row, half], value, flags=CONTRACT)
-    for half in HALVES:
+    for half in HALVES if not has_zeros else ():
         scale = load_floats(b, scales, V * half, V)
         for row in range(rows):
             totals[row, half] = b.fmul(totals[row, half], scale)
     totals.write(sums)
 
 
+def _load_words(b: Any, address: Any) -> list[Any]:
+    return [load(b, address, 4 * V * half, vector_type(I32, V), 4) for half in HALVES]
+
+
+def _less_zeros(b: Any, words: list[Any], zeros: list[Any]) -> list[list[Any]]:
+    """Return the low and the high nibbles of both halves, times UINT4_SCALE, less their zero points, as uint8."""
+    mask = vector_of(I32, 0x01010101 * 15 * UINT4_SCALE, V)
+    low = [b.and_(b.shl(word, vector_of(I32, 3, V)), mask) for word in words]
+    high = [b.and_(b.lshr(word, vector_of(I32, 1, V)), mask) for word in words]
+    as_bytes = vector_type(I8, 4 * V)
+    return [
+        [b.add(*(b.bitcast(one, as_bytes) for one in pair)) for pair in zip(nibbles, zeros, strict=True)]
+        for nibbles in (low, high)
+    ]
+
+
 def _add_products_of_bytes(b: Any, total: Any, codes: Any, q: Any) -> Any:
     """Add the products of the four uint8 and int8 in each word to int32; needs HAS_BYTES."""
     kind = ir.FunctionType(total.type, [total.type] * 3)
-    return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512"), [total, codes, q])
+    add = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+    return b.call(add, [total, b.bitcast(codes, total.type), q])
 
 
 def _begin(b: Any, zeros: list[Any] | None, sums_of_q: list[Any], sums: TileSums) -> None:
@@ -305,7 +341,7 @@ _TASKS, _THREADS, _TAKEN, _CONVERTED = 0, 8, 16, 24
 # `memory` is the rows' q; behind it are the factors of all rows, and behind those of each row the sums of its q. A tile
 # fetches a part of the next panel, a 2 ** `spread`-th.
 CALL_INTEGERS = f"{weight_vectors.CALL_INTEGERS} memory spread"
-INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} q_bytes factor_bytes sums_of_q scratch_bytes"
+INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} inputs q_bytes factor_bytes sums_of_q scratch_bytes"
 
 
 @cache

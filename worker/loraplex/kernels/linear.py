@@ -9,9 +9,8 @@
 
 Products are of float32, of pairs of bfloat16 columns (vdpbf16ps), or of tiles of bfloat16 (AMX, see tiles.py), as the
 processor has them; codes are not multiplied as pairs: fixed_linear.py, with activations in fixed point, is faster.
-bfloat16 holds codes, less their zeros, exactly. Of 4 bits tiles are given the codes alone, which takes fewer
-instructions: zero * sum of x is subtracted from the sums of a segment, and the threads sum up x first. Both ways add
-the same numbers in the same order, whatever the number of rows: a row's bits do not depend on it.
+bfloat16 holds codes, less their zeros, exactly (unpacking.py). Both ways add the same numbers in the same order,
+whatever the number of rows: a row's bits do not depend on it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray, types
+from numba import carray
 from numba.core import cgutils
 
-from loraplex.kernels import tiles, weight_vectors
+from loraplex.kernels import tiles, unpacking, weight_vectors
 from loraplex.kernels.compilation import Kernel, compile_kernel
 from loraplex.kernels.llvm import (
     CONTRACT,
@@ -38,11 +37,8 @@ from loraplex.kernels.llvm import (
     int64,
     kernel_part,
     load,
-    load_floats,
     store,
-    sum_lanes,
     vector_of,
-    vector_type,
     wait_for,
 )
 from loraplex.kernels.tiles import (
@@ -55,6 +51,7 @@ from loraplex.kernels.tiles import (
     uses_tiles,
     write_sums,
 )
+from loraplex.kernels.unpacking import add_scaled, panel_floats, sum_row, sums_rows, unpack
 from loraplex.kernels.weight_vectors import (
     AHEAD,
     BFLOAT16,
@@ -63,7 +60,6 @@ from loraplex.kernels.weight_vectors import (
     FLOATS,
     FORMATS,
     HALVES,
-    INT4,
     LAYER_INTEGERS,
     PAIRS,
     PANEL,
@@ -73,11 +69,9 @@ from loraplex.kernels.weight_vectors import (
     column_of,
     dot_pairs,
     each_segment,
-    each_vector_of,
     fetch,
     keep_order,
     load_half,
-    pair_of,
     tile_rows,
     unit_sizes,
     write_row,
@@ -114,28 +108,6 @@ def multiply_unpacked(b, p, count, x, weights, scales, zeros, sums):
         _multiply_rows(b, p, rows, True, x, weights, scales, zeros, sums)
 
 
-def _zeros_are_last(p: KernelArgs) -> bool:
-    """Tell whether zeros are subtracted from sums, not from codes."""
-    return p.constant("of_format") == INT4 and p.constant("of_products") != FLOATS and p.constant("of_zeros") > 1
-
-
-@emits(types.int64)
-def sums_rows(b, p):
-    """Return whether rows are summed up first, segment by segment."""
-    return int64(int(_zeros_are_last(p)))
-
-
-@emits()
-def sum_row(b, p, x, sums):
-    """Write the sum of each segment of a row of x, in bfloat16."""
-    with each_segment(b, p) as (first, stop, number):
-        total = cgutils.alloca_once(b, vector_type(F32, V))
-        b.store(vector_of(F32, 0.0, V), total)
-        with each_vector_of(b, KINDS["bfloat16"], x, first, stop) as (value, _):
-            b.store(b.fadd(b.load(total), value), total)
-        store(b, sum_lanes(b, b.load(total), V), b.add(sums, b.mul(number, int64(4))), 0, 4)
-
-
 def _multiply_rows(
     b: Any,
     p: KernelArgs,
@@ -160,7 +132,7 @@ def _multiply_rows(
     with each_segment(b, p) as (first, stop, number):
         parts.clear()
         of_segment = b.mul(number, scale_step)
-        zero_points = _load_panel(b, b.add(zeros, of_segment)) if has_zeros else [None for _ in HALVES]
+        zero_points = panel_floats(b, b.add(zeros, of_segment)) if has_zeros else [None for _ in HALVES]
         with cgutils.for_range_slice(b, first, stop, int64(step), I64) as (index, _):
             address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
             if not unpacked or pairs:
@@ -173,23 +145,13 @@ def _multiply_rows(
                     _add_pair(b, here, [b.add(line, int64(2 * at)) for line in of_rows], parts)
                 else:
                     _add_unit(b, code, here, zero_points, of_rows, parts)
-        scale = _load_panel(b, b.add(scales, of_segment)) if has_scales else None
+        scale = panel_floats(b, b.add(scales, of_segment)) if has_scales else None
         for row, half in totals.places:
             part = parts[row, half]
             if scale is not None:
                 part = b.fmul(part, scale[half], flags=CONTRACT)
             totals[row, half] = b.fadd(totals[row, half], part, flags=CONTRACT)
     totals.write(sums)
-
-
-def _less_zeros(b: Any, part: Any, zeros: Any, x_sum: Any) -> Any:
-    """Subtract zeros * the sum of a row's segment, at the address `x_sum`."""
-    factor = broadcast(b, load(b, x_sum, 0, F32, 4), V)
-    return b.fsub(part, b.fmul(zeros, factor, flags=CONTRACT), flags=CONTRACT)
-
-
-def _load_panel(b: Any, address: Any) -> list[Any]:
-    return [load_floats(b, address, V * half, V) for half in HALVES]
 
 
 def _add_unit(b: Any, code: int, address: Any, zeros: list[Any], lines: list[Any], parts: TileSums) -> None:
@@ -216,65 +178,9 @@ def _add_pair(b: Any, address: Any, lines: list[Any], parts: TileSums) -> None:
 
 
 @emits()
-def _unpack_segment(b, p, weights, zeros, out, begin, end):
-    """Write the codes of columns [begin, end) of a panel, less the zeros of all of them, in the products' format."""
-    code, pairs = p.constant("of_format"), p.constant("of_products") != FLOATS
-    has_zeros = p.constant("of_zeros") > 1 and not _zeros_are_last(p)
-    zero_points = _load_panel(b, zeros) if has_zeros else [None for _ in HALVES]
-    unit, unit_bytes = unit_sizes(code)
-    with cgutils.for_range_slice(b, begin, end, int64(unit), I64) as (index, _):
-        address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
-        fetch(b, address, AHEAD, unit_bytes)
-        line = b.add(out, b.mul(b.sub(index, begin), int64((2 if pairs else 4) * PANEL)))
-        for half, zero in zip(HALVES, zero_points, strict=True):
-            loaded = load_half(b, code, address, half)
-            for column in range(0, unit, 2 if pairs else 1):
-                if pairs:
-                    value = pair_of(b, code, loaded, column // 2, zero)
-                else:
-                    value = column_of(b, code, loaded, column, zero)
-                store(b, value, line, 4 * (PANEL * (column // 2 if pairs else column) + V * half), 4)
-
-
-@kernel_part()
-def unpack(p, at, weights, zeros, out, begin, end):
-    """Write the codes of columns [begin, end) of a panel in the products' format, less zeros that are not last."""
-    while begin < end:
-        segment = begin // at.segment
-        stop = min(end, (segment + 1) * at.segment) if at.scale_step else end
-        _unpack_segment(p, weights, zeros + segment * at.scale_step, out, begin, stop)
-        out += (stop - begin) * unpacked_line(p)
-        begin = stop
-
-
-@emits(types.int64)
-def unpacked_line(b, p):
-    """Return the bytes of a column of an unpacked panel."""
-    return int64((2 if p.constant("of_products") != FLOATS else 4) * PANEL)
-
-
-@emits()
 def fetch_columns(b, p, weights):
     """Fetch columns of a panel of bfloat16 that are multiplied later."""
     fetch(b, weights, _TILES_AHEAD, tiles.COLUMNS * 2 * PANEL)
-
-
-@emits()
-def add_scaled(b, p, rows, parts, x_sums, scales, zeros, sums):
-    """Add the sums of a segment, less its zeros if these are last, times its scales, to all sums [rows, PANEL]."""
-    has_scales, zeros_last = p.constant("of_scales") > 1, _zeros_are_last(p)
-    sum_bytes = p.load("sum_bytes")
-    with cgutils.for_range(b, rows) as loop:
-        offset = b.mul(loop.index, int64(4 * PANEL))
-        part, total = b.add(parts, offset), b.add(sums, offset)
-        for half in HALVES:
-            value = load_floats(b, part, V * half, V)
-            if zeros_last:
-                x_sum = b.add(x_sums, b.mul(loop.index, sum_bytes))
-                value = _less_zeros(b, value, load_floats(b, zeros, V * half, V), x_sum)
-            if has_scales:
-                value = b.fmul(value, load_floats(b, scales, V * half, V), flags=CONTRACT)
-            store(b, b.fadd(load_floats(b, total, V * half, V), value, flags=CONTRACT), total, 4 * V * half, 4)
 
 
 @emits()
@@ -318,7 +224,7 @@ def compile_linear(format_name: str, kind: str, products: int, *, scales: bool, 
     """
     constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_products": products}
     optional = {"of_scales": 1 + scales, "of_zeros": 1 + zeros}
-    return compile_kernel(_multiply, constants | optional, INTEGERS, emitting=(weight_vectors, tiles))
+    return compile_kernel(_multiply, constants | optional, INTEGERS, emitting=(weight_vectors, tiles, unpacking))
 
 
 def plan(format_name: str, columns: int, segment: int, products: int) -> tuple[tuple[int, ...], int]:

@@ -18,8 +18,8 @@ from loraplex.kernels.weight_vectors import PANEL, UNIT_COLUMNS
 SEGMENT_COLUMNS = 128
 # Columns are padded to a multiple of this: whole units of every format, and whole vectors.
 COLUMNS_STEP = 16
-# Columns of a unit in the low and in the high nibbles of its four bytes: those of two int16, even columns in the first.
-_NIBBLES = [0, 4, 1, 5], [2, 6, 3, 7]
+# Columns of a unit in the low and in the high nibbles of its four bytes; of int4, two int16: even ones in the first.
+_NIBBLES = {"int4": ([0, 4, 1, 5], [2, 6, 3, 7]), "uint4": ([0, 1, 2, 3], [4, 5, 6, 7])}
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
     if name == "float32":
         unit = 1
     of_panels = numbers.view(panels, PANEL, columns // unit, unit).transpose(1, 2)
-    if name == "int4":
-        of_panels = of_panels[..., _NIBBLES[0]] | of_panels[..., _NIBBLES[1]] << 4
+    if name in _NIBBLES:
+        low, high = (of_panels[..., columns] for columns in _NIBBLES[name])
+        of_panels = low | high << 4
     return of_panels.contiguous()
 
 

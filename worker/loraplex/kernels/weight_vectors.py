@@ -8,7 +8,8 @@ A half is one vector of a panel, V lanes: one register. The formats keep two con
     int4       two int16 of four nibbles, the lowest    so, for eight columns
                those of the first two columns
 
-For products of bytes, uint8 has four columns in a word: int8 plus CODE_OFFSET.
+For products of bytes, uint8 has four columns in a word: int8 plus CODE_OFFSET. uint4 has eight: the nibbles of four
+bytes, the first four columns in the low ones.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from loraplex.kernels.llvm import (
 # The products that a kernel is compiled for: of float32, of pairs or tiles of bfloat16; tiles in memory are for tests.
 FLOATS, PAIRS, TILES, EMULATED = 1, 2, 3, 4
 # Codes of the formats, for kernels compiled for one of them.
-FORMATS = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4, "uint8": 5}
+FORMATS = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4, "uint8": 5, "uint4": 6}
 # Consecutive columns of one output that are stored side by side, or, in float32, that one pass of the loop takes.
-UNIT_COLUMNS = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 8, "uint8": 4}
+UNIT_COLUMNS = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 8, "uint8": 4, "uint4": 8}
 # Bytes of a unit of one output.
-UNIT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2, "int4": 4, "uint8": 4}
+UNIT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2, "int4": 4, "uint8": 4, "uint4": 4}
 # Parameters of both kernels that differ from call to call, and, behind them, those of a layer; then come each kernel's
 # own. `scratch` is memory of the threads; `scale_panel` and `scale_step` are the bytes from one panel's scales to the
 # next, and from one segment's.
@@ -63,6 +64,8 @@ ZERO_STEP = 128
 # Factor of codes of 4 bits and their zero points, which have fractions, in the fixed-point kernel. 8 would do, and 16
 # takes a shift less.
 INT4_SCALE = 16
+# The same in products of bytes, where codes less their zero points, plus CODE_OFFSET, must fit a byte.
+UINT4_SCALE = 8
 # Vectors of a panel: with fewer, each activation that is loaded would serve too few products.
 PANEL_VECTORS = 2
 
@@ -74,12 +77,13 @@ PANEL = PANEL_VECTORS * V
 FIXED_POINT_COMPILES = ("+avx512bw" if V == 16 else "+avx2") in FEATURES
 # Whether the processor has AVX-512 VNNI: it adds products of four uint8 and int8 (vpdpbusd) or two int16 (vpdpwssd).
 HAS_BYTES = V == 16 and "+avx512vnni" in FEATURES
-# What is added to int8 codes for these products.
+# What is added to codes less zero points for these products, and the formats for them.
 CODE_OFFSET = 128
+OF_BYTES = ("uint8", "uint4")
 # Whether the processor multiplies pairs of bfloat16: vdpbf16ps, of AVX-512.
 HAS_PAIRS = V == 16 and "+avx512bf16" in FEATURES
 HALVES = range(PANEL_VECTORS)
-FLOAT32, BFLOAT16, INT4, UINT8 = (FORMATS[name] for name in ("float32", "bfloat16", "int4", "uint8"))
+FLOAT32, BFLOAT16, INT4 = (FORMATS[name] for name in ("float32", "bfloat16", "int4"))
 _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name in FORMATS}
 # Bytes ahead of its use at which a weight is fetched: 10% faster from memory with 8 rows, measured with 1 and 2 KiB.
 AHEAD = 2048
@@ -188,9 +192,16 @@ def keep_order(b: Any) -> None:
 def each_segment(b: Any, p: KernelArgs) -> Iterator[tuple[Any, Any, Any]]:
     """Emit a loop over the segments of a row; gives the first column, the last + 1, and the segment's number."""
     columns, segment = map(p.load, ("columns", "segment"))
-    with cgutils.for_range_slice(b, int64(0), columns, segment, I64) as (first, number):
-        stop = b.add(first, segment)
-        yield first, b.select(b.icmp_signed("<", stop, columns), stop, columns), number
+    with each_part(b, int64(0), columns, segment) as part:
+        yield part
+
+
+@contextmanager
+def each_part(b: Any, begin: Any, end: Any, size: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Emit a loop over the parts of so many columns of [begin, end); gives what `each_segment` does."""
+    with cgutils.for_range_slice(b, begin, end, size, I64) as (first, number):
+        stop = b.add(first, size)
+        yield first, b.select(b.icmp_signed("<", stop, end), stop, end), number
 
 
 @contextmanager

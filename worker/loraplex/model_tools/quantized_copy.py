@@ -63,7 +63,7 @@ def write_copy(
     if target is None or "quantization_config" in config:
         raise ArtifactError("model", f"{model} is quantized already; give the original")
     directory = Path(out)
-    if calibration is not None and (target.bits != 4 or not target.group):
+    if calibration is not None and (target.bits != 4 or not target.group or target.dynamic):
         raise ArtifactError("--calibrate", f"is for int4, int4-64 and int4-128, not {target}")
     if directory.exists():
         raise ArtifactError("out", f"{out} exists; give a new directory")

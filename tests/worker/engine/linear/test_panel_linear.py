@@ -114,14 +114,15 @@ def test_rows_in_fixed_point_lose_less_than_bfloat16_does(outputs: int, columns:
     _check(FixedLinear(linear, torch.float32), linear, 1e-4, torch.float32)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 zeros"])
 @pytest.mark.parametrize("products", [False, pytest.param(True, marks=NO_BYTES)])
 @pytest.mark.parametrize(("outputs", "columns"), [*SHAPES, (40, 1088)])
 def test_rows_rounded_to_8_bits_have_exact_sums(
-    outputs: int, columns: int, products: bool, monkeypatch: pytest.MonkeyPatch
+    outputs: int, columns: int, products: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With products of bytes or without: the sums of codes are integers, and only their scales are float32."""
     monkeypatch.setattr(panel_layer, "HAS_BYTES", products)
-    linear = _linear(outputs, columns, "int8")
+    linear = _linear(outputs, columns, kind)
     rounded = FixedLinear(linear, torch.float32, 8)
     x = torch.randn(MAX_ROWS, columns, generator=torch.Generator().manual_seed(1))
     expected, y = _expected(linear, round_inputs(x)), rounded(x)
@@ -131,8 +132,9 @@ def test_rows_rounded_to_8_bits_have_exact_sums(
         assert torch.equal(rounded(x[-rows:]), y[-rows:]), f"{rows} rows"
 
 
-def test_a_segment_of_tiny_or_huge_numbers_is_rounded_beside_itself() -> None:
-    linear = _linear(33, 256, "int8")
+@pytest.mark.parametrize("kind", ["int8", "int4 zeros"])
+def test_a_segment_of_tiny_or_huge_numbers_is_rounded_beside_itself(kind: str) -> None:
+    linear = _linear(33, 256, kind)
     rounded = FixedLinear(linear, torch.float32, 8)
     x = torch.zeros(4, 256)
     x[1, 3], x[2, 200], x[3, :128], x[3, 128:] = 1e30, 1e-34, 1e-3, 1e3

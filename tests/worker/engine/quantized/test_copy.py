@@ -34,7 +34,7 @@ def quantized(loaded: LoadedModel) -> dict[str, QuantizedWeight]:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int8", "int8-zero-point+embeddings", "int8-dynamic", "int4", "int4-128+embeddings"]
+    "scheme", ["int8", "int8-zero-point+embeddings", "int8-dynamic", "int4-dynamic", "int4-128+embeddings"]
 )
 def test_a_copy_has_the_weights_of_the_original_that_is_quantized_while_it_loads(
     tiny_qwen2: Any, tmp_path: Path, scheme: str, caplog: pytest.LogCaptureFixture
@@ -184,6 +184,7 @@ def test_what_cannot_be_calibrated_is_one_line_and_leaves_nothing(tiny_llama: An
     (tmp_path / "short.txt").write_text("a few words")
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("int8", {}, "--calibrate: is for int4, int4-64 and int4-128, not int8"),
+        ("int4-dynamic", {}, "--calibrate: is for int4, int4-64 and int4-128, not int4-dynamic"),
         ("int4-64", {"bits": 4.0}, "--bits: 4 is below the 4[.].* that int4-64 takes"),
         ("int4-64", {"texts": "nowhere.txt"}, "--texts: nowhere.txt cannot be read"),
     ]

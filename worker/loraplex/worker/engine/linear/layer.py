@@ -17,10 +17,20 @@ from loraplex.kernels import fixed_linear, tiles
 from loraplex.kernels import linear as float_linear
 from loraplex.kernels.panels import COLUMNS_STEP, SEGMENT_COLUMNS, Panels, groups_in_panels, in_panels, padded_columns
 from loraplex.kernels.threads import Workspace, run_on_all_threads
-from loraplex.kernels.weight_vectors import CODE_OFFSET, FLOATS, HAS_BYTES, INT4_SCALE, PAIRS, PANEL, ZERO_STEP
+from loraplex.kernels.weight_vectors import (
+    CODE_OFFSET,
+    FLOATS,
+    HAS_BYTES,
+    INT4_SCALE,
+    OF_BYTES,
+    PAIRS,
+    PANEL,
+    UINT4_SCALE,
+    ZERO_STEP,
+)
 from loraplex.worker.engine.device import dtype_name
 from loraplex.worker.engine.quantized.layers import AnyLinear
-from loraplex.worker.engine.quantized.weight import QuantizedWeight
+from loraplex.worker.engine.quantized.weight import INPUT_GROUP, QuantizedWeight
 
 # The float kernel sees codes shifted to the upper half of a word.
 _SHIFTED = 65536.0
@@ -47,7 +57,10 @@ def make_panels(linear: AnyLinear, bits: int = 0) -> Panels:
         memory = in_panels(weight.detach(), name, panels)
         return Panels(name, outputs, padded_columns(linear.in_features), memory, None, None, linear.in_features, bias)
     fixed, name, codes = bits > 0, f"int{weight.bits}", weight.unpacked()
-    if bits == weight.bits == 8 and HAS_BYTES and weight.zeros is None and weight.scales.shape[1] == 1:
+    of_bytes = bits == 8 and HAS_BYTES
+    if of_bytes and weight.bits == 4:
+        name = "uint4"
+    elif of_bytes and weight.zeros is None and weight.scales.shape[1] == 1:
         # Their zero points, all the same, are in the kernel.
         name, codes = "uint8", codes.view(torch.uint8) ^ CODE_OFFSET
     scales, zeros, group = weight.scales.float(), weight.zero_points(), weight.group
@@ -61,6 +74,11 @@ def make_panels(linear: AnyLinear, bits: int = 0) -> Panels:
         scales, zeros = _repeated(-(-weight.in_features // group), scales, zeros)
     if not fixed:
         scales, zeros = scales / _SHIFTED, None if zeros is None else zeros * _SHIFTED
+    elif name == "uint4" and zeros is not None:
+        scales = scales / UINT4_SCALE
+        # The bytes to which those of codes are added.
+        zeros = (CODE_OFFSET - zeros * UINT4_SCALE).to(torch.uint8)[..., None].expand(-1, -1, 4)
+        zeros = zeros.contiguous().view(torch.int32).squeeze(-1)
     elif zeros is not None:
         if weight.bits == 4:
             scales, zeros = scales / INT4_SCALE, zeros * INT4_SCALE
@@ -229,10 +247,13 @@ class FixedLinear(PanelLayer):
         self._call = _struct(fixed_linear.CALL_INTEGERS)
         segments = -(-panels.columns // panels.segment)
         # The bytes of a row in fixed point, and of its factors and sums.
-        row_bytes = panels.columns * (1 if panels.format == "uint8" else 2), segments * 8
+        row_bytes = panels.columns * (1 if panels.format in OF_BYTES else 2), segments * 8
+        # Inputs of 8 bits have a factor for so many columns in every scheme: see round_inputs.
+        inputs = INPUT_GROUP if bits == 8 else panels.segment
         self._row_bytes, self._scratch_floats = sum(row_bytes), fixed_linear.TILE_ROWS * PANEL
         self._integers_buffer = _integers(
-            *(*self._places, panels.columns * dtype.itemsize, *row_bytes, segments * 4), self._scratch_floats * 4
+            *(*self._places, panels.columns * dtype.itemsize, inputs, *row_bytes, segments * 4),
+            self._scratch_floats * 4,
         )
 
     def _own(self, rows: int) -> tuple[int, ...]:

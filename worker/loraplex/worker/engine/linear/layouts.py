@@ -171,7 +171,7 @@ def _checked_linear(kind: str, outputs: int, columns: int, *, dynamic: bool) -> 
     bias = None if outputs % 2 else torch.randn(outputs, generator=generator)
     if kind.startswith("int"):
         bits = int(kind.removeprefix("int"))
-        codes = quantize(weight, bits, None if bits == 8 else 32, symmetric=dynamic or outputs % 2 == 0)
+        codes = quantize(weight, bits, None if bits == 8 else 32, symmetric=outputs % 2 == 0 or (dynamic and bits == 8))
         return QuantizedLinear(replace(codes, dynamic=dynamic), bias)
     linear = nn.Linear(columns, outputs, bias=bias is not None).requires_grad_(False)
     linear.weight.copy_(weight)

@@ -26,7 +26,7 @@ ZERO_PARTS = 8
 SYMMETRIC_ZERO = 8 * ZERO_PARTS
 _LARGEST_CODE = 15
 # Columns of inputs that share a scale where they are rounded, and their largest code.
-_INPUT_GROUP, _INPUT_CODE = 128, torch.tensor(127.0)
+INPUT_GROUP, _INPUT_CODE = 128, torch.tensor(127.0)
 # Number of times that scales and zero points of 4 bits are fitted to their codes; after these few codes change.
 _FITS = 3
 # Weights that are fitted at once: their float64 stay in the cache.
@@ -223,7 +223,7 @@ def _in_parts(zero: Tensor) -> Tensor:
 
 def round_inputs(x: Tensor) -> Tensor:
     """Round inputs [..., columns] to 8 bits beside the largest of 128 columns of a row; float32."""
-    parts = in_groups(x.reshape(-1, x.shape[-1]).float(), _INPUT_GROUP)
+    parts = in_groups(x.reshape(-1, x.shape[-1]).float(), INPUT_GROUP)
     largest = parts.abs().amax(2, keepdim=True)
     codes = (parts * (_INPUT_CODE / largest.clamp(min=1e-30))).round_()
     return (codes * (largest / _INPUT_CODE)).flatten(1)[:, : x.shape[-1]].view(x.shape)
