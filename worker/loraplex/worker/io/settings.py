@@ -26,8 +26,9 @@ _SLOTS = 32
 _ROWS = {"cpu": 32, "cuda": 256}
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# --speculative-config by default, and the word for no drafts.
-SPECULATIVE_CONFIG = NO_SPECULATION = "off"
+# The word of --speculative-config for no drafts, and the flag's default.
+NO_SPECULATION = "off"
+SPECULATIVE_CONFIG = NO_SPECULATION
 
 
 @dataclass(frozen=True)
