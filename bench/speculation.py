@@ -51,7 +51,7 @@ _FULL = "full"
 _WITHOUT, _WITH, _PEER, _NGRAM = "without", "with", "vLLM", "vLLM, n-gram"
 _NGRAM_CONFIG = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 # Tokens of an answer whose time another tenant guesses by.
-_GUESSED_TOKENS = 16
+_GUESSED_TOKENS = 12
 _THINGS = (
     "a harbour", "a violin", "the moon", "a garden", "a letter", "an old car", "the winter", "a teacher", "a river",
     "a baker", "the desert", "a castle", "a horse", "the rain", "a market", "a doctor", "a ship", "the night", "a dog",
@@ -66,8 +66,8 @@ _ASKED = ("Write a sentence", "Tell me a short story", "Say what you know")
 class Setup:
     """The number of rounds, of requests one by one, of questions to each adapter, and of guesses with each corpus."""
 
-    rounds: int = 3
-    alone: int = 4
+    rounds: int = 2
+    alone: int = 2
     questions: int = 32
     guesses: int = 800
     guesses_of_one: int = 100

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from bench.rounds import Timed
 from bench.speculation import AIMS, CASES, Case, Measured, area, ratios_of, rows_of
-from bench.speculation_engine import Drafts
+from bench.speculation_engine import NO_DRAFTS, ONE_FOR_ALL, OWN, Asked, Drafts, speculating
 from bench.speculation_texts import WORKLOADS, conversations
+from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine_api import NewSequence
 from tests.drawn_schemas import byte_tokenizer
 
 
@@ -46,3 +49,19 @@ def test_the_area_is_the_share_of_pairs_that_are_in_order() -> None:
     assert area([1, 2], [3, 4]) == 1
     assert area([3, 4], [1, 2]) == 0
     assert area([1, 2], [1, 2]) == 0.5
+
+
+@pytest.mark.model
+def test_answers_are_the_same_whosever_answers_drafts_come_from(tiny_llama: Any) -> None:
+    asked = [
+        NewSequence(tenant, tuple(range(9, 30)), tenant=tenant, stopping=StoppingParams(30, ignore_eos=True))
+        for tenant in ("one", "another")
+    ]
+    answered = []
+    for corpus in (NO_DRAFTS, OWN, ONE_FOR_ALL):
+        with speculating(tiny_llama.directory, 8, corpus) as engine:
+            run = engine.run(Asked(asked, 1))
+        assert run.tokens == 60
+        assert not run.drafts["one"].drafted or corpus != NO_DRAFTS
+        answered.append(run.ids)
+    assert answered[0] == answered[1] == answered[2]
