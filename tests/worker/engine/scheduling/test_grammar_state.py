@@ -63,6 +63,33 @@ def test_the_mask_after_a_replay_is_the_mask_before_the_crash(seed: int) -> None
             assert state.advance(ids[-1]) is None
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_ids_are_forced_where_every_answer_goes_on_with_their_text(seed: int) -> None:
+    """And to look for them, or to check a draft, changes no state."""
+    chance, lengths = Random(seed), list[int]()
+    for grammar in (json_grammar(json.dumps(draw_schema(chance))), regex_grammar("one( two| three){2} and no more")):
+        state, ids = begin(grammar, BYTES), list[int]()
+        while not state.complete and len(ids) < 60:
+            allowed, mask = state.allowed_ids(NOTHING), np.zeros(BYTES.words, np.int32)
+            state.fill(mask)
+            state.trim(mask, NOTHING)
+            forced = state.forced_ids(mask)
+            lengths.append(len(forced))
+            assert state.valid(forced) == forced
+            assert list(state.valid([*forced[:2], 2, 5])) == forced[:2]
+            assert np.array_equal(state.allowed_ids(NOTHING), allowed)
+            # However it goes on.
+            ahead, text, expected = state.copy(), b"", b"".join(text_of(BYTES, token) for token in forced)
+            while not ahead.complete and len(text) < len(expected):
+                token = int(chance.choice(ahead.allowed_ids(NOTHING)))
+                text += text_of(BYTES, token)
+                assert ahead.advance(token) is None
+            assert text.startswith(expected)
+            ids.append(int(chance.choice(allowed)))
+            assert state.advance(ids[-1]) is None
+    assert max(lengths) > 4, "something was to be forced"
+
+
 @pytest.mark.parametrize("reasoned", [False, True])
 def test_whitespace_is_bounded_over_the_whole_answer(reasoned: bool) -> None:
     """By the most that a model can write; it goes on without, and spaces in strings and in reasoning do not count."""
