@@ -19,6 +19,7 @@ import pytest
 from loraplex.contracts.artifacts.families import FAMILIES
 from loraplex.contracts.grammars.build import choices_grammar, json_grammar, regex_grammar
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams, TokenLogprobs
+from loraplex.worker.engine.scheduling.admission import RunningSequences
 from loraplex.worker.engine_api import Failure, NewSequence, Output, Removal, Speculation
 from tests.drawn_schemas import byte_tokenizer
 from tests.tiny_models import VOCAB, TinyModel
@@ -139,7 +140,14 @@ def check(
         engine._scheduler.drafter = prophet = Prophet(
             lambda sequence: truth[sequence.sequence_id][0], VOCAB, probability, chance
         )
-        outputs = run_until_idle(engine, arrivals)
+        running = engine._scheduler._running
+
+        def preempt(step: int, running: RunningSequences = running, often: bool = limits is TIGHT) -> None:
+            """Besides those that lack blocks: how many these are depends on the answers."""
+            if often and step % 9 == 8 and len(running) > 1:
+                running.preempt(running.in_rank[-1])
+
+        outputs = run_until_idle(engine, arrivals, preempt)
         stats = engine.stats()
         engine.close()
         for name, answer in answers_of(outputs).items():
