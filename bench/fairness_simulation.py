@@ -14,7 +14,7 @@ from bench.in_process.queue import TimedQueue
 from loraplex.contracts.broker.messages import Capacity, Job, RowToShare
 from loraplex.contracts.broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 from loraplex.contracts.options import SamplingParams, StoppingParams
-from loraplex.worker.engine.hash_engine import HashAdapterMemory
+from loraplex.hash_engine import HashAdapterMemory
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler

@@ -8,7 +8,7 @@ from typing import Any
 from loraplex.contracts.artifacts.hash_model import parse_hash_model
 from loraplex.contracts.grammars.matching import compile_grammar, hash_vocabulary
 from loraplex.contracts.options import Encode, SamplingParams, StoppingParams, TokenLogprobs
-from loraplex.worker.engine.hash_engine import (
+from loraplex.hash_engine import (
     hash_logprobs,
     hash_root,
     hash_vector,

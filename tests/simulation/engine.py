@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from random import Random
 
-from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.hash_engine import HashEngine
 from loraplex.worker.engine.process import BEAT_S
 from loraplex.worker.engine_api import SequenceRefusedError
 from loraplex.worker.io.engine_client import EngineLostError

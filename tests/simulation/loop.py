@@ -22,7 +22,7 @@ from unittest import mock
 T = TypeVar("T")
 _Ts = TypeVarTuple("_Ts")
 
-_ROOMS = ("loraplex.router.", "loraplex.worker.")
+_ROOMS = ("loraplex.router.", "loraplex.worker.", "loraplex.hash_engine")
 # The node that the running code belongs to; None: the world around it.
 NODE: ContextVar[Node | None] = ContextVar("NODE", default=None)
 

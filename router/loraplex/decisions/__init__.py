@@ -24,6 +24,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.router.api.convert import read_spec
 from loraplex.router.api.request_telemetry import RequestRecord
 from loraplex.router.api.service import InferenceService, check_makes_no_answer
+from loraplex.router.generation.continuations import continuation_ids
 from loraplex.router.generation.unary_calls import (
     CONTINUATIONS_AT_ONCE,
     TEXTS_AT_ONCE,
@@ -196,7 +197,7 @@ class _Call:
             traced = prepared[0].request if prepared else record.begin(request)
             request = replace(request, traceparent=traced.traceparent)
             try:
-                prompt_ids, ids, model, revision = await service.admission.continuation_ids(request, labels)
+                prompt_ids, ids, model, revision = await continuation_ids(service.admission, request, labels)
             except InvalidField as error:
                 place = error.field.removeprefix("continuations[").removesuffix("]")
                 if not place.isdigit():

@@ -15,6 +15,7 @@ from loraplex.contracts.broker.ledger import Reservation
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.router.dispatch.links import RelayReach
 from loraplex.router.generation.admission import Admission
+from loraplex.router.generation.continuations import continuation_ids
 from loraplex.router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls, total_of
 from loraplex.router.quotas.quotas import CallBudget
 from loraplex.router.request import Message, PromptLogprobs, Request, Summary
@@ -137,7 +138,7 @@ async def test_a_long_prompt_is_tokenized_once_for_all_continuations(
     scoring: UnaryCalls, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     admission = scoring._admission
-    model: Any = (await admission._resolve(request()))[0]
+    model: Any = (await admission.resolve(request()))[0]
     model.tokenizer, model.manifest.context_length = FileTokenizer(files_of(kind)), 10_000
     texts, tokenize = list[str](), admission.prompts.tokenize
 
@@ -148,7 +149,7 @@ async def test_a_long_prompt_is_tokenized_once_for_all_continuations(
     monkeypatch.setattr(admission.prompts, "tokenize", noted)
     endings = [" brown", " fox jumps", "ick", ",", "<|end|>", " 日本語"]
     prompt = f"{SAMPLE * 20}Answer:"
-    prompt_ids, found, _, _ = await admission.continuation_ids(request(prompt), endings)
+    prompt_ids, found, _, _ = await continuation_ids(admission, request(prompt), endings)
     assert sum(len(text) > 1000 for text in texts) <= 1
     encoded = tokenizer_of(kind).encode
     for ending, ids in zip(endings, found, strict=True):

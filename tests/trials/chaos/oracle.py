@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from loraplex import hash_engine
 from loraplex.contracts.artifacts.hash_model import parse_hash_model
 from loraplex.contracts.options import SamplingParams, StoppingParams
-from loraplex.worker.engine import hash_engine
-from loraplex.worker.engine.hash_engine import hash_root, id_bytes, next_allowed_token, next_listed_token
+from loraplex.hash_engine import hash_root, id_bytes, next_allowed_token, next_listed_token
 from tests.hash_answers import (
     Asked,
     Expected,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loraplex.contracts.options import SamplingParams, StoppingParams
-from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.hash_engine import HashEngine
 from loraplex.worker.engine.scheduling.sequence import BadWords
 from loraplex.worker.engine_api import EngineConfig, NewSequence, Output
 from tests.hash_oracle import expected_ids

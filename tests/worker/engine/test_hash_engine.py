@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.contracts.options import Encode, FinishReason, SamplingParams, StoppingParams, TokenLogprobs
-from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.hash_engine import HashEngine
 from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, SequenceRefusedError
 from tests.hash_oracle import expected_ids, expected_vector
 

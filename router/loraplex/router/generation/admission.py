@@ -48,17 +48,6 @@ _LOGPROB_BYTES = 9
 _ALTERNATIVE_BYTES = 13
 # Maximum bytes of a token's text, on average over a whole answer.
 _TEXT_BYTES = 128
-# Number of a prompt's last characters with which its continuations are tokenized.
-_FRONT = 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Front:
-    """A text in front of continuations, its ids, and how it is tokenized."""
-
-    text: str
-    ids: tuple[int, ...]
-    options: PromptOptions
 
 
 def check_answer_size(request: Request, prompt: int, max_tokens: int) -> None:
@@ -261,76 +250,17 @@ class Admission:
         self, request: Request | EncodeRequest, side: Side | None = None
     ) -> tuple[ServedModel, AdapterRef | None, int]:
         """Return the model as its adapter changes it, the adapter, and a job's maximum tokens. Raises a CallError."""
-        model, adapter = await self._resolve(request, side)
+        model, adapter = await self.resolve(request, side)
         return model, adapter, _context(model.manifest, adapter, self._workers_for_new_jobs(model.manifest))
-
-    async def continuation_ids(
-        self, request: Request, continuations: Sequence[str | tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], list[tuple[int, ...]], str, str]:
-        """Return the ids of a request's prompt, and of each continuation; the names of its model and revision.
-
-        Raises a CallError.
-        """
-        model, adapter = await self._resolve(request, await self.side_of(request))
-        context = model.manifest.context_length
-        prompt_ids = await self.prompt_ids(request)
-        if not prompt_ids:
-            raise InvalidField(request.prompt_field, "has no tokens")
-        front = await self._front(request, model, prompt_ids)
-        endings = [
-            ending if isinstance(ending, tuple) else await self._continue(request, model, front, ending, index)
-            for index, ending in enumerate(continuations)
-        ]
-        for index, ending in enumerate(endings):
-            if not ending:
-                raise InvalidField(f"continuations[{index}]", "has no tokens")
-            if len(prompt_ids) + len(ending) > context:
-                size = f"{len(prompt_ids)} prompt tokens and its {len(ending)}"
-                raise context_exceeded(f"continuations[{index}]", size, context)
-        return prompt_ids, endings, model.manifest.name, adapter.revision if adapter else ""
-
-    async def _front(self, request: Request, model: ServedModel, prompt_ids: tuple[int, ...]) -> _Front | None:
-        """Return what continuations are tokenized with: the end of a prompt's text where its tokens are the prompt's.
-
-        So a long prompt is not tokenized again with each of them. None where the prompt is no text.
-        """
-        if not isinstance(request.prompt, str):
-            return None
-        options = replace(request.prompt_options, truncate_to=None)
-        if len(request.prompt) > 2 * _FRONT:
-            end, bare = request.prompt[-_FRONT:], replace(options, add_special_tokens=False)
-            ids = await self._text_ids(request, model, end, request.prompt_field, bare)
-            # The first tokens may be cut off by the text's beginning.
-            if (same := len(ids) // 2) and ids[-same:] == prompt_ids[-same:]:
-                return _Front(end, ids, bare)
-        return _Front(request.prompt, prompt_ids, options)
-
-    async def _continue(
-        self, request: Request, model: ServedModel, front: _Front | None, text: str, index: int
-    ) -> tuple[int, ...]:
-        """Return the ids of a continuation: those that the prompt's text gains with it, if the prompt's own stay."""
-        field = f"continuations[{index}]"
-        if front is not None:
-            ids = await self._text_ids(request, model, front.text + text, field, front.options)
-            if ids[: len(front.ids)] == front.ids and len(ids) > len(front.ids):
-                return ids[len(front.ids) :]
-        options = replace(request.prompt_options, truncate_to=None, add_special_tokens=False)
-        return await self._text_ids(request, model, text, field, options)
-
-    async def _text_ids(
-        self, request: Request, model: ServedModel, text: str, field: str, options: PromptOptions
-    ) -> tuple[int, ...]:
-        context = model.manifest.context_length
-        return await self.prompts.tokenize(model.tokenizer, text, field, request.tenant, context, options)
 
     async def prompt_ids(self, request: Request) -> tuple[int, ...]:
         """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
-        model, _ = await self._resolve(request, await self.side_of(request))
+        model, _ = await self.resolve(request, await self.side_of(request))
         prompt_ids = await self._tokenize(request, model)
         check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
         return prompt_ids
 
-    async def _resolve(
+    async def resolve(
         self, request: Request | EncodeRequest, side: Side | None = None
     ) -> tuple[ServedModel, AdapterRef | None]:
         """Return the revision of the base model, as its adapter changes it, and the adapter of a new request."""

@@ -25,6 +25,7 @@ from loraplex.contracts.broker.messages import Job
 from loraplex.router.catalog.adapters import Classifier
 from loraplex.router.dispatch.routed_job import RoutedJob
 from loraplex.router.generation.admission import Admission
+from loraplex.router.generation.continuations import continuation_ids
 from loraplex.router.generation.generation import Generation
 from loraplex.router.quotas.quotas import NO_FACTS, CallBudget, Facts, rates_of
 from loraplex.router.request import (
@@ -122,7 +123,7 @@ class UnaryCalls:
         request_id = request.request_id or secrets.token_hex(8)
         # All parts are on one side of a rollout.
         request = replace(request, request_id=request_id, session_id=request.session_id or request_id)
-        prompt_ids, endings, model, revision = await self._admission.continuation_ids(request, continuations)
+        prompt_ids, endings, model, revision = await continuation_ids(self._admission, request, continuations)
         facts = Facts(request_id=request_id, model=model, adapter_revision=revision)
         parts = [continuation_request(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
         prompt_tokens = sum(len(prompt_ids) + len(ending) for ending in endings)

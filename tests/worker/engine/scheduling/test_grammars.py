@@ -14,7 +14,7 @@ from loraplex.contracts.grammars.build import grammar_digest, regex_grammar
 from loraplex.contracts.grammars.matching import Vocabulary, compile_grammar, hash_vocabulary
 from loraplex.contracts.grammars.prover import Prover, ProverBusyError
 from loraplex.contracts.options import FinishReason, StoppingParams
-from loraplex.worker.engine.hash_engine import HashEngine
+from loraplex.hash_engine import HashEngine
 from loraplex.worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine_api import EngineConfig, NewSequence, Output

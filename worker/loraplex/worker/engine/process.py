@@ -25,7 +25,6 @@ from loraplex.contracts.artifacts.hash_model import is_hash_spec
 from loraplex.runtime.interpreter import hide_module, importing
 from loraplex.runtime.telemetry.logging import logging_of, set_up_logging
 from loraplex.worker.engine.engine import Engine
-from loraplex.worker.engine.hash_engine import HashEngine
 from loraplex.worker.engine_api import EngineConfig, EngineStats, ModelUnusableError, SequenceRefusedError
 from loraplex.worker.ipc import (
     Abort,
@@ -50,8 +49,8 @@ from loraplex.worker.ipc import (
     step_messages,
 )
 
-# Module of the engine of encoders, which is at the edge.
-ENCODERS = "loraplex.encoders.engine"
+# Modules of the engines of encoders and of the hash model, which are at the edge.
+ENCODERS, HASH_ENGINE = "loraplex.encoders.engine", "loraplex.hash_engine"
 # Interval in seconds at which threads are switched. Python's default of 5 ms makes a step, whose thread lets go of the
 # interpreter for every torch operator, wait that long for a thread that loads an adapter.
 _SWITCH_S = 1e-4
@@ -201,7 +200,8 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
     if config.tensor_parallel > 1 and (is_hash_spec(config.model) or is_encoder(config.model)):
         raise ModelUnusableError("--tensor-parallel: only decoders are divided among ranks; leave it out")
     if is_hash_spec(config.model):
-        return HashEngine(config, end.wake, on_begun)
+        hash_engine: Engine[Any] = import_module(HASH_ENGINE).HashEngine(config, end.wake, on_begun)
+        return hash_engine
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes. It imports Triton, of 72 MB,
     # wherever that is installed.
     if config.device == "cpu":
