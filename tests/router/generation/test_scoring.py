@@ -77,7 +77,7 @@ def scoring(answers: Any) -> UnaryCalls:
     models: Any = SimpleNamespace(get=lambda name: model)
 
     class Unresolved(Admission):
-        async def _resolve(self, request: Any, side: Any = None) -> Any:
+        async def resolve(self, request: Any, side: Any = None) -> Any:
             return model, None
 
         async def side_of(self, request: Any) -> None:
