@@ -24,7 +24,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "silu"])
 def test_a_row_is_computed_as_alone(name: str, dtype: torch.dtype) -> None:
     function = in_whole_vectors(ACT2FN[name])
-    # The width of Gemma 3 1B, one of half vectors, and one of the first half of wider rows, as gate and up are one product.
+    # The width of Gemma 3 1B, half vectors, and half of wider rows, as where gate and up are one product.
     for width, whole in ((6912, 6912), (48, 48), (16, 32)):
         x = torch.randn(40, whole, generator=torch.Generator().manual_seed(1)).to(dtype)[:, :width]
         alone = torch.cat([function(row[None]) for row in x])
