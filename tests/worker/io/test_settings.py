@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex.worker.engine_api import EngineConfig, Speculation
-from loraplex.worker.io.settings import SPECULATIVE_CONFIG, WorkerSettings
+from loraplex.worker.io.settings import WorkerSettings
 
 REQUIRED = ("hash:?", "127.0.0.1:1", "redis://127.0.0.1:1")
 
@@ -18,18 +18,18 @@ def test_a_device_has_defaults_of_its_own(device: str, rows: int, step_tokens: i
     assert (config.device, config.rows, config.step_tokens) == (device, rows, step_tokens)
     assert (config.adapter_slots, config.fewer_slots) == (32, True)
     chosen = WorkerSettings(
-        *REQUIRED, device=device, rows=5, step_tokens=64, max_rank=8, adapter_slots=4
+        *REQUIRED, device=device, rows=5, step_tokens=64, max_rank=8, adapter_slots=4, speculative_config="off"
     ).engine_config()
     assert chosen == EngineConfig("hash:?", device, rows=5, step_tokens=64, max_rank=8, adapter_slots=4)
 
 
 def test_drafts_are_configured_as_in_vllm_or_not_at_all() -> None:
-    def chosen(text: str) -> Speculation | None:
-        return WorkerSettings(*REQUIRED, speculative_config=text).engine_config().speculation
+    def chosen(text: str, device: str = "cpu") -> Speculation | None:
+        return WorkerSettings(*REQUIRED, device=device, speculative_config=text).engine_config().speculation
 
     assert chosen('{"method": "suffix", "num_speculative_tokens": 3}') == Speculation("suffix", 3)
     assert chosen("off") is None
-    assert chosen("") == chosen(SPECULATIVE_CONFIG)
+    assert (chosen(""), chosen("", "cuda:1")) == (Speculation(), None)
     with pytest.raises(ValueError, match=r"^--speculative-config: method: 'eagle' is not supported; use 'suffix'"):
         chosen('{"method": "eagle"}')
 

@@ -26,9 +26,10 @@ _SLOTS = 32
 _ROWS = {"cpu": 32, "cuda": 256}
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# The word of --speculative-config for no drafts, and the flag's default.
+# The word of --speculative-config for no drafts.
 NO_SPECULATION = "off"
-SPECULATIVE_CONFIG = NO_SPECULATION
+# By default: bench.speculation shows a gain on a CPU; on CUDA none has been measured.
+SPECULATIVE_CONFIG = {"cpu": "{}", "cuda": NO_SPECULATION}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class WorkerSettings:
     )
     speculative_config: str = setting(
         'drafts of tokens that a step checks, such as {"method":"suffix","num_speculative_tokens":8}, '
-        f"at most {MAX_DRAFT}; {NO_SPECULATION}: none; empty: {SPECULATIVE_CONFIG}",
+        f"at most {MAX_DRAFT}; {NO_SPECULATION}: none; empty: {NO_SPECULATION} on CUDA, {{}} on a CPU",
         "",
     )
     tensor_parallel: int = setting(
@@ -122,7 +123,7 @@ class WorkerSettings:
             check_job_key(self.job_key)
         if not is_cell_name(self.cell):
             raise ValueError(f"--cell {self.cell!r}: a cell's name has letters, digits, '-', '_' and '.'")
-        if self.device.split(":", maxsplit=1)[0] not in DEVICES:
+        if self._kind not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
@@ -138,16 +139,21 @@ class WorkerSettings:
     def engine_config(self) -> EngineConfig:
         """Return the engine's settings, with the device's defaults where they are 0."""
         values = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if hasattr(self, field.name)}
-        kind = self.device.split(":", maxsplit=1)[0]
+        kind = self._kind
         values["rows"] = self.rows or _ROWS[kind]
         values["adapter_slots"], values["fewer_slots"] = self.adapter_slots or _SLOTS, not self.adapter_slots
         values["step_tokens"] = self.step_tokens or _STEP_TOKENS[kind]
         return EngineConfig(**values)
 
     @property
+    def _kind(self) -> str:
+        """Return which of DEVICES computes."""
+        return self.device.split(":", maxsplit=1)[0]
+
+    @property
     def speculation(self) -> Speculation | None:
         """Return how the engine drafts tokens; None: not at all. Raises ValueError."""
-        text = self.speculative_config or SPECULATIVE_CONFIG
+        text = self.speculative_config or SPECULATIVE_CONFIG[self._kind]
         if text == NO_SPECULATION:
             return None
         try:
