@@ -66,10 +66,10 @@ _ASKED = ("Write a sentence", "Tell me a short story", "Say what you know")
 class Setup:
     """The number of rounds, of requests one by one, of questions to each adapter, and of guesses with each corpus."""
 
-    rounds: int = 2
+    rounds: int = 1
     alone: int = 2
     questions: int = 32
-    guesses: int = 800
+    guesses: int = 400
     guesses_of_one: int = 100
 
 
