@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from loraplex.contracts.artifacts.hash_model import parse_hash_model
+from loraplex.contracts.grammars.matching import compile_grammar, hash_vocabulary
 from loraplex.contracts.options import StoppingParams
 from loraplex.speculation.drafter import SuffixDrafter
 from loraplex.speculation.gain import Gain
+from loraplex.worker.engine.scheduling.grammars import GrammarState
 from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
 from loraplex.worker.engine_api import AdapterSource, NewSequence, Removal, Speculation
 
@@ -17,7 +20,7 @@ ANSWER = (50, 51, 52, 53, 54, 55, 56, 57)
 
 def sequence(prompt: tuple[int, ...], tenant: str = "acme", adapter: str = "", **fields: Any) -> Sequence:
     source = AdapterSource(adapter, "") if adapter else None
-    fields.setdefault("stopping", StoppingParams(100, ignore_eos=True))
+    fields.setdefault("stopping", StoppingParams(1000, ignore_eos=True))
     return Sequence(NewSequence("a", prompt, adapter=source, tenant=tenant, **fields), 0, frozenset([2]))
 
 
@@ -89,6 +92,31 @@ def test_a_long_prompt_is_indexed_in_parts(drafter: SuffixDrafter) -> None:
     assert draft(drafter, one) == [12, 13, 14, 15, 16]
 
 
+def test_answers_that_have_ended_are_indexed_in_parts(drafter: SuffixDrafter) -> None:
+    for _ in range(2):  # they end in one step
+        drafter.end(sequence((9, 8, 7), emitted_ids=(*range(100, 4100), *ANSWER)))
+    asks = (1, 50, 51, 52)
+    assert draft(drafter, sequence(asks)) == [53, 54, 55, 56, 57]
+    drafter.end(sequence((9, 8, 7), emitted_ids=(60, 61, 62, 63)))
+    assert draft(drafter, sequence((1, 60, 61))) == []
+    step(drafter, 1, 0.01)
+    assert draft(drafter, sequence((1, 60, 61))) == [62, 63]
+
+
+def test_adapters_without_number_take_no_memory_without_end(
+    drafter: SuffixDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weighted sets have a digest for each weight; most of these have no answer that is kept."""
+    monkeypatch.setattr("loraplex.speculation.drafter._ALL_BYTES", 1 << 20)
+    for number in range(1000):
+        draft(drafter, sequence((1, 50, 51), "acme", f"sha256:{number}"))
+    assert len(drafter._owners) < 400
+    answered(drafter, "acme", "sha256:999")
+    assert draft(drafter, sequence((1, 50, 51, 52), "acme", "sha256:999"))
+    drafter.forget_tenant("acme", (), [])
+    assert drafter._bytes == 0
+
+
 def test_wrong_drafts_end_drafts_and_right_ones_that_were_not_run_begin_them_again(drafter: SuffixDrafter) -> None:
     for rows in (2, 3, 4, 5, 6):  # each row costs something
         for _ in range(3):
@@ -106,6 +134,30 @@ def test_wrong_drafts_end_drafts_and_right_ones_that_were_not_run_begin_them_aga
         draft(drafter, again)
         print(number, begun)
     assert begun
+
+
+def test_drafts_that_are_never_run_end_too(drafter: SuffixDrafter) -> None:
+    """A format may allow none of them, and a step that waits for them would wait each time."""
+    for rows in (2, 3, 4, 5, 6):
+        for _ in range(3):
+            step(drafter, rows, 0.01 + 0.0003 * rows, drafted=1)
+    one = sequence((5, 6, 20, 21, 5, 6))
+    assert draft(drafter, one)
+    for number in range(30):
+        one.ids += [1000 + number, 5, 6]
+        drafts = draft(drafter, one)
+    assert drafts == []
+
+
+def test_none_that_a_format_does_not_allow_or_takes_long_to_check(drafter: SuffixDrafter) -> None:
+    """Of ids that make as many trees as there are a grammar takes milliseconds for each."""
+    vocabulary, letter = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9")), ord("a")
+    for text, prompt in (('start: "b"', 20), ('start: some\nsome: some some | "a" | "b"', 1)):
+        one = sequence((letter,) * prompt, emitted_ids=(letter,) * (300 if prompt == 1 else 0))
+        assert draft(drafter, one) == [letter] * 5
+        one.grammar = GrammarState(compile_grammar(vocabulary.tokens, f"{text}\n"), vocabulary, StoppingParams())
+        assert one.grammar.replay(one.spec.emitted_ids) is None
+        assert draft(drafter, one) == []
 
 
 def test_none_where_few_rows_are_free(drafter: SuffixDrafter) -> None:

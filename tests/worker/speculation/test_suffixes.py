@@ -59,11 +59,13 @@ def test_of_equal_matches_the_most_frequent_next_id_counts_then_the_latest() -> 
     corpus = Corpus()
     for answer in ([1, 2, 7], [1, 2, 8], [1, 2, 8], [1, 2, 9]):
         corpus.add(answer)
+    assert corpus.index(100) == 16
     assert corpus.continuation([5, 1, 2], 4) == (2, [8])
     assert corpus.continuation([5, 2, 1], 4) == (0, [])
     two = Corpus()
     for answer in ([1, 2, 7], [1, 2, 8]):
         two.add(answer)
+    two.index(100)
     assert two.continuation([1, 2], 4) == (2, [8])
 
 
@@ -71,6 +73,8 @@ def test_a_draft_ends_with_its_answer() -> None:
     corpus = Corpus()
     corpus.add([1, 2, 3])
     corpus.add([4, 5, 6])
+    assert corpus.continuation([1, 2], 8) == (0, [])
+    assert (corpus.index(3), corpus.index(9), corpus.index(9)) == (3, 5, 0)
     assert corpus.continuation([1, 2], 8) == (2, [3])
     assert corpus.continuation([2, 3], 8) == (2, [])
 
@@ -82,9 +86,11 @@ def test_a_corpus_forgets_its_oldest_answers_and_keeps_within_its_bytes() -> Non
     corpus = Corpus(most)
     first = [chance.randrange(1000, 50_000) for _ in range(50)]
     corpus.add(first)
+    corpus.index(100)
     assert corpus.continuation(first[:9], 3) == (9, first[9:12])
     for _ in range(100):
         corpus.add([chance.randrange(1000, 50_000) for _ in range(50)])
+        corpus.index(100)
         assert corpus.size <= most
         assert tracemalloc.get_traced_memory()[0] <= most
     tracemalloc.stop()

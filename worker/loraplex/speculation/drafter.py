@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
 from loraplex.speculation.gain import Acceptance, Gain
 from loraplex.speculation.suffixes import LONGEST_MATCH, Corpus, SuffixIndex
+from loraplex.worker.engine.scheduling.grammars import GrammarState
 from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
 from loraplex.worker.engine_api import Removal, Speculation
 
-# Maximum bytes of all corpora; those of the tenants and adapters that were used longest ago are forgotten first.
-_ALL_BYTES = 64 << 20
-# Maximum number of prompt ids that are indexed in one step: a millisecond's work.
+# Maximum bytes of all owners; those that were used longest ago are forgotten first. Bytes of one without answers.
+_ALL_BYTES, _OWNER_BYTES = 64 << 20, 3 << 10
+# Maximum number of ids, of prompts and of answers that have ended, that are indexed in one step: a millisecond's work.
 _INDEXED_IDS = 4096
 # Maximum number of sequences that are looked at in one step, in turn, and minimum of the rows that are free, as a share
 # of those that are taken: for fewer the work is more than the gain.
@@ -24,6 +26,9 @@ _KIND_OF = [
 ]
 # The kind of ids that a format forces, and the first guess of its acceptance.
 _FORCED, _FORCED_RATE = len(_FIRST_RATES), 0.9
+# Maximum processor time in seconds that the check of a draft takes, as its first id tells: a grammar that can read an
+# answer in many ways takes milliseconds for each id.
+_CHECK_S = 0.002
 
 
 class _Owner:
@@ -32,6 +37,11 @@ class _Owner:
     def __init__(self) -> None:
         self.corpus = Corpus()
         self.acceptance = [Acceptance(rate) for rate in (*_FIRST_RATES.values(), _FORCED_RATE)]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes that it takes, at most."""
+        return _OWNER_BYTES + self.corpus.size
 
 
 class _Running:
@@ -51,7 +61,9 @@ class SuffixDrafter:
 
     def __init__(self, speculation: Speculation) -> None:
         self._most = speculation.num_speculative_tokens
+        # By tenant and adapter, and their bytes together: a sum over all of them would take long at every end.
         self._owners: OrderedDict[tuple[str, str], _Owner] = OrderedDict()
+        self._bytes = 0
         self._running: dict[Sequence, _Running] = {}
         self._gain = Gain()
         self._left = _INDEXED_IDS
@@ -69,7 +81,6 @@ class SuffixDrafter:
             return drafts
         lengths = self._gain.lengths(rows, free, [(len(running.draft), rate) for _, (running, rate) in guesses])
         for (place, (running, _)), length in zip(guesses, lengths, strict=True):
-            running.ran = length > 0
             drafts[place] = running.draft[:length]
         return drafts
 
@@ -89,6 +100,7 @@ class SuffixDrafter:
             return None
         length, draft = running.index.continuation(sequence.ids, most)
         if length < LONGEST_MATCH:
+            self._left -= owner.corpus.index(self._left)
             longer, other = owner.corpus.continuation(sequence.ids, most)
             if longer > length:
                 length, draft = longer, other
@@ -99,6 +111,8 @@ class SuffixDrafter:
         ends = sequence.end_ids | sequence.stop_ids
         if not ends.isdisjoint(draft):
             draft = draft[: next(place for place, token in enumerate(draft) if token in ends)]
+        if sequence.grammar is not None and not _is_quickly_valid(sequence.grammar, draft):
+            draft = []
         running.draft, running.kind, running.at, running.ran = draft, kind, len(sequence.ids), False
         return (running, owner.acceptance[kind].rate) if draft else None
 
@@ -117,9 +131,16 @@ class SuffixDrafter:
         owner = self._owners.get(key)
         if owner is None:
             owner = self._owners[key] = _Owner()
+            self._grow(owner.size)
         else:
             self._owners.move_to_end(key)
         return owner
+
+    def _grow(self, size: int) -> None:
+        """Count bytes of the owner that was used last; forget others where they are too many."""
+        self._bytes += size
+        while self._bytes > _ALL_BYTES:
+            self._bytes -= self._owners.popitem(last=False)[1].size
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """See Drafter."""
@@ -131,6 +152,7 @@ class SuffixDrafter:
     def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:
         """See Drafter."""
         if checked and (running := self._running.get(sequence)) is not None:
+            running.ran = True
             self._owner(sequence).acceptance[running.kind].learn(checked, accepted)
 
     def end(self, sequence: Sequence) -> None:
@@ -139,10 +161,10 @@ class SuffixDrafter:
         kept = sequence.spec.speculate if running is None else running.kept
         if not kept or sequence.answered < 3:
             return
-        self._owner(sequence).corpus.add(sequence.ids[sequence.prompt_length :])
-        total = sum(owner.corpus.size for owner in self._owners.values())
-        while total > _ALL_BYTES:
-            total -= self._owners.popitem(last=False)[1].corpus.size
+        owner = self._owner(sequence)
+        before = owner.size
+        owner.corpus.add(sequence.ids[sequence.prompt_length :])
+        self._grow(owner.size - before)
 
     def forget_tenant(self, tenant: str, kept_adapters: Container[str], running: Iterable[Sequence]) -> Removal:
         """See Drafter."""
@@ -150,8 +172,9 @@ class SuffixDrafter:
         def goes(owner: str, adapter: str) -> bool:
             return owner == tenant or (adapter != "" and adapter not in kept_adapters)
 
-        gone = [key for key in self._owners if goes(*key)]
-        removed = sum(self._owners.pop(key).corpus.answers for key in gone)
+        gone = [self._owners.pop(key) for key in [*self._owners] if goes(*key)]
+        removed = sum(owner.corpus.answers for owner in gone)
+        self._bytes -= sum(owner.size for owner in gone)
         left = 0
         for sequence in running:
             spec = sequence.spec
@@ -159,3 +182,9 @@ class SuffixDrafter:
                 self._running.setdefault(sequence, _Running(sequence)).kept = False
                 left += 1
         return Removal(removed, left)
+
+
+def _is_quickly_valid(grammar: GrammarState, draft: list[int]) -> bool:
+    """Tell whether the first id of a draft may come, and all of them are checked soon."""
+    began = time.thread_time()
+    return bool(grammar.valid(draft[:1])) and (time.thread_time() - began) * len(draft) <= _CHECK_S

@@ -17,7 +17,7 @@ LONGEST_MATCH = 32
 _BETWEEN = -1
 # Bytes that an id takes in a corpus, at most, with its entries in the table: measured.
 _BYTES_PER_ID = 220
-# Maximum bytes of a corpus, and ids of one answer that it takes: adding them takes a millisecond.
+# Maximum bytes of a corpus, and ids of one answer that it takes.
 CORPUS_BYTES = 8 << 20
 _ANSWER_IDS = 4096
 
@@ -109,8 +109,13 @@ class Corpus:
             self._halves = [latest, self._halves[0]]
             self.answers, self._older_answers = self.answers - self._older_answers, self.answers - self._older_answers
         latest.ids += [*answer, _BETWEEN]
-        latest.index(len(latest.ids))
         self.answers += 1
+
+    def index(self, most: int) -> int:
+        """Index at most so many of the answers' ids that are new, and not found before; return the number."""
+        latest, older = self._halves
+        indexed = older.index(most)
+        return indexed + latest.index(most - indexed)
 
     def continuation(self, tail: list[int], most: int) -> tuple[int, list[int]]:
         """See SuffixIndex; the later answers go first."""
