@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
-from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
 from loraplex.worker.engine_api import Failure, NewSequence
-from tests.worker.engine.scheduling.paged_model import LIMITS, PagedModel, oracle, spec
+from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, Prophet, oracle, spec
 
 ENDLESS = StoppingParams(max_tokens=40, ignore_eos=True)
 
@@ -213,3 +214,52 @@ def test_one_for_which_memory_is_not_enough_alone_fails(model: PagedModel) -> No
     model.run_until_idle()
     model.assert_right("b")
     model.assert_idle()
+
+
+class Eager(Prophet):
+    """A Drafter that drafts for the first sequence in every step, as much as it may."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda one: oracle(one.spec)[0], VOCAB, 1.0, random.Random(1))
+
+    def propose(self, sequences: list[Sequence], rows: int, free: int) -> list[list[int]]:
+        first, *others = sequences
+        return [[*self._answer(first)][first.answered :][:free], *([] for _ in others)]
+
+
+def test_a_step_is_not_waited_for_because_of_drafts_while_prompts_are_computed(model: PagedModel) -> None:
+    """The next step has none then."""
+
+    def waits() -> bool:
+        assert model.in_flight
+        return model.scheduler.needs_ids_of(model.in_flight[0])
+
+    model.scheduler.drafter = Eager()
+    model.add(spec("a", prompt=2, stopping=ENDLESS))
+    model.step()
+    model.step()
+    assert waits()
+    model.add(spec("b", prompt=30, tokens=9))
+    assert not waits()
+    model.step()
+    assert not waits()
+    while model.scheduler._running.in_rank[1].computed < 30:
+        model.step()
+    model.step()
+    assert waits()
+    model.run_until_idle()
+    model.assert_right("a")
+    model.assert_right("b")
+
+
+def test_memory_that_lacks_for_drafts_leaves_rows_to_others(model: PagedModel) -> None:
+    model.scheduler.drafter = Eager()
+    model.add(spec("a", prompt=2, stopping=ENDLESS))
+    while not model.scheduler.stats().drafts:
+        model.step()
+    model.step(fits=False)
+    model.add(spec("b", prompt=2, tokens=9))
+    model.run_until_idle()
+    assert list(model.ended) == ["b", "a"]
+    model.assert_right("a")
+    model.assert_right("b")

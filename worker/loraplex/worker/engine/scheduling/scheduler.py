@@ -65,12 +65,12 @@ class MemoryCeilings:
     def lower(self, batch: Batch, running: RunningSequences) -> Sequence | None:
         """Make the next batch smaller than this one, for which memory was not enough; return one that was alone.
 
-        Drafts are left out first. Where chunks were most of it, they are halved from now on; else the last sequence in
+        Drafts are halved first. Where chunks were most of it, they are halved from now on; else the last sequence in
         rank is preempted, and its place stays empty.
         """
         plain = sum(not row.place for row in batch.rows)
-        if plain < len(batch.rows):  # the next batch has no drafts
-            self.rows = plain
+        if plain < len(batch.rows):
+            self.rows = max(plain, len(batch.rows) // 2)
             return None
         chunk_tokens = batch.tokens - batch.decodes
         if chunk_tokens > batch.decodes:
@@ -373,6 +373,9 @@ class Scheduler(SequenceScheduler):
             return False
         if any(row.place for row in batch.rows):
             return True
+        # The next step has chunks of prompts, and so no drafts.
+        if self._waiting.ready or any(one.length - one.computed > 1 for one in self._running.in_rank):
+            return False
         followable = (row for row in batch.rows if row.live and row.takes_draft)
         return any(draft for _, draft in self._propose(followable, len(batch.rows)))
 
