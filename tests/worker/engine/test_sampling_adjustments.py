@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 
@@ -78,6 +79,26 @@ def test_ids_that_came_at_once_count_as_if_one_by_one() -> None:
     one_by_one = adjusted(scores, sampling, PROMPT, ANSWER)
     adjust_logits(scores, [at_once], [()])
     assert torch.equal(scores, one_by_one)
+
+
+def test_a_draft_of_a_long_prompt_counts_as_if_it_had_come_and_copies_no_table() -> None:
+    sampling, prompt, drafted = (
+        SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3),
+        range(40_000),
+        (7, 50_000, 7),
+    )
+    first, whole = Adjustments(sampling, 40_000), Adjustments(sampling, 40_000)
+    first.catch_up([*prompt, 7, 8])
+    tracemalloc.start()
+    following = first.after(drafted)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 20 * len(prompt)
+    whole.catch_up([*prompt, 7, 8, *drafted])
+    assert (following.ids, following.counts) == (whole.ids, whole.counts)
+    assert first.after((50_000,)).counts != following.counts
+    first.catch_up([*prompt, 7, 8, 9])
+    assert (first.ids[-1], first.counts[7:10].tolist(), first.after((50_000,)).counts[-1]) == (39_999, [1, 1, 1], 1)
 
 
 def test_a_row_is_adjusted_by_its_own_request_alone() -> None:

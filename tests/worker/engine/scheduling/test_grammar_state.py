@@ -75,6 +75,7 @@ def test_ids_are_forced_where_every_answer_goes_on_with_their_text(seed: int) ->
             state.trim(mask, NOTHING)
             forced = state.forced_ids(mask)
             lengths.append(len(forced))
+            assert state.forced_ids(mask, 0.0) == []
             assert state.valid(forced) == forced
             assert list(state.valid([*forced[:2], 2, 5])) == forced[:2]
             assert np.array_equal(state.allowed_ids(NOTHING), allowed)

@@ -22,8 +22,10 @@ import hashlib
 import logging
 import math
 import struct
+import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
@@ -54,6 +56,9 @@ class Masks:
 
 
 NO_MASKS = Masks({}, {})
+
+# Maximum processor time in seconds that a step looks for what formats force: texts of some four sequences.
+_FORCED_S = 0.002
 
 
 class MaskFiller:
@@ -97,7 +102,7 @@ def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
         masks[:] = 0
     allowed: dict[Row, np.ndarray] = {}
     failures: dict[Row, Failure] = {}
-    at = rows[0][1]
+    at, looks_s = rows[0][1], _FORCED_S
     for (row, grammar), mask in zip(rows, masks, strict=True):
         if not row.place:
             at = grammar
@@ -112,7 +117,9 @@ def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
         if mask.any() and not at.matcher.is_error():
             allowed[row] = mask
             if grammar.looks_for_forced and row.place == len(row.draft) and (row.place or not grammar.forced):
-                grammar.forced = (*row.draft, *at.forced_ids(mask))
+                began = time.thread_time()
+                grammar.forced = (*row.draft, *at.forced_ids(mask, began + looks_s))
+                looks_s -= time.thread_time() - began
         else:
             failures[row] = at.problem()
     return Masks(allowed, failures)
@@ -275,7 +282,7 @@ class Adjustments:
         self.allowed_ids = np.array(sampling.allowed_token_ids, dtype=np.int64)
         self.ids = array("q")
         self.counts = array("i")
-        self._places: dict[int, int] = {}
+        self._places: MutableMapping[int, int] = {}
         self._prompt_length = prompt_length
         # Only the repetition penalty counts the prompt.
         self._seen = prompt_length if sampling.repetition_penalty == 1.0 else 0
@@ -294,7 +301,8 @@ class Adjustments:
         if not self._penalizes or not drafted:
             return self
         following = copy(self)
-        following.ids, following.counts, following._places = self.ids[:], self.counts[:], self._places.copy()
+        following.ids, following.counts = self.ids[:], self.counts[:]
+        following._places = ChainMap({}, self._places)  # a copy would take a millisecond of a long prompt's
         following._count(drafted, answered=True)
         return following
 

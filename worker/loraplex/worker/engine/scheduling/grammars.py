@@ -7,7 +7,9 @@ grammar kills that child, and fails its own requests.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
@@ -95,12 +97,15 @@ class GrammarState:
         matchers = [self.matcher] if self._bound is None else [self.matcher, self._bound]
         return draft[: min(matcher.validate_tokens(draft) for matcher in matchers)]
 
-    def forced_ids(self, mask: np.ndarray) -> list[int]:
-        """Return the ids that must follow, where the mask [words] of the next ones leaves but one text."""
+    def forced_ids(self, mask: np.ndarray, until: float = math.inf) -> list[int]:
+        """Return the ids that must follow, where the mask [words] of the next ones leaves but one text.
+
+        Only those that are found while this thread's processor time is before `until`.
+        """
         import numpy as np
 
         state, forced = self, list[int]()
-        while len(forced) < MAX_DRAFT and (token := state._only_text(mask)) is not None:
+        while len(forced) < MAX_DRAFT and time.thread_time() < until and (token := state._only_text(mask)) is not None:
             forced.append(token)
             state = self.copy() if state is self else state
             if state.advance(token) or state.complete:
