@@ -442,6 +442,8 @@ async def test_a_prompt_that_does_not_invoke_the_adapter_is_the_bases_if_the_req
     what = f"the adapter's invocation '<check>', tokens {list(INVOCATION)}"
     assert error.reason == "NOT_INVOKED"
     assert str(error) == f"prompt: does not have {what}; add it, or allow_inactive has the base model answer"
+    unknown = await refusal(activated, replace(request, prompt=(1, 1 << 31)))
+    assert "is beyond the vocabulary" in str(unknown), "before a text is made of the ids"
     request = replace(request, allow_inactive=True)
     run = await activated.admit(request, None)
     assert (run.job.adapter, run.job.invoked_at, run.inactive) == (None, None, ADAPTER)

@@ -301,6 +301,7 @@ class Admission:
         """Admit a request to the model and adapter that it was resolved to; `context`: maximum tokens of its job."""
         check_generates(model.manifest)
         prompt_ids = await self._tokenize(request, model)
+        check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
         invoked_at, inactive = None, None
         if ids := model.invocation:
             find = partial(find_invocation, model.tokenizer, ids, prompt_ids[: request.scored_from], request)
@@ -317,7 +318,6 @@ class Admission:
         self._workers_for_new_jobs(model.manifest)
         max_tokens = _max_tokens(request, len(prompt_ids), context, model)
         for path, ids in (
-            (request.prompt_field, prompt_ids),
             ("stopping.stop_token_ids", request.stopping.stop_token_ids),
             ("sampling.logit_bias", tuple(token_id for token_id, _ in request.sampling.logit_bias)),
             ("sampling.allowed_token_ids", request.sampling.allowed_token_ids),
