@@ -223,13 +223,15 @@ def _principal(issuer: Issuer, claims: Mapping[str, Any]) -> Principal:
         if others:
             raise bad_credential("the token's groups are of several tenants, or of a tenant and the cluster")
         roles = frozenset(rule.role for rule in rules)
+    subject = claims.get("sub")
     return Principal(
-        name=f"token of {str(claims.get('sub', ''))[:100]!a}",
+        name=f"token of {str(subject or '')[:100]!a}",
         roles=roles,
         kind=CredentialKind.JWT,
         tenant=tenant,
         scopes=_scopes(_at(claims, issuer.scope), _name(issuer.scope)),
         expires_at=claims["exp"] + SKEW_S,
+        subject=f"{subject!a} of {issuer.issuer}" if subject else "",
     )
 
 

@@ -104,6 +104,16 @@ def test_a_token_of_the_issuer_is_its_tenant(reader: JwtReader, key: Any, algori
     assert read(reader, token(key, algorithm, kid)).tenant == "acme"
 
 
+def test_a_subject_is_whole_and_its_issuers(jwks: Path) -> None:
+    """Who calls is told apart by it, so that nobody holds up another's calls; a token without one is nobody's."""
+    reader = reader_of(jwks, {}, {"issuer": "https://partner.example"})
+    subjects = [read(reader, token(sub=sub)).subject for sub in ("ann", "ann of", "a" * 150 + "1", "a" * 150 + "2")]
+    subjects.append(read(reader, token(iss="https://partner.example")).subject)
+    assert len(set(subjects)) == 5
+    assert subjects[0] == read(reader, token(exp=NOW + 9_000)).subject == f"'ann' of {ISSUER}"
+    assert read(reader, token(sub=None)).subject == read(reader, token(sub="")).subject == ""
+
+
 def test_roles_and_scopes_are_claims(reader: JwtReader) -> None:
     assert read(reader, token(roles=["tenant-admin"])).roles == frozenset({Role.TENANT_ADMIN})
     operator = read(reader, token(roles=["operator"], tenant=None))

@@ -50,6 +50,7 @@ class CredentialKind(StrEnum):
 class Principal:
     """A caller. `name` is for logs; `tenant` is empty for callers that concern no tenant.
 
+    `subject` is whose the credential is, the same for all that one holder gets; empty where it does not say.
     No `scopes`: everything that the roles permit. `expires_at` is in seconds since 1970, from when on the credential is
     refused; None: never. `secret_sha256` tells apart the secrets of an API key.
     """
@@ -62,6 +63,7 @@ class Principal:
     scopes: frozenset[str] = field(default_factory=frozenset)
     expires_at: float | None = None
     secret_sha256: bytes = field(default=b"", repr=False)
+    subject: str = ""
     # Whether it calls for a batch: such a call is charged once for its request id, and once it is complete.
     for_batch: bool = False
 

@@ -200,6 +200,7 @@ class ApiKeyReader:
             scopes=key.scopes,
             expires_at=expires_at,
             secret_sha256=sha256,
+            subject=f"key {key.key_id}",
         )
         if key.revoked:
             raise _revoked(principal)

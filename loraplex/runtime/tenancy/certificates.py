@@ -111,6 +111,7 @@ def principal_in(certificate: x509.Certificate) -> Principal | None:
         kind=CredentialKind.CERTIFICATE,
         tenant=tenant,
         expires_at=certificate.not_valid_after_utc.timestamp(),
+        subject=f"{kind}/{name}",
     )
 
 

@@ -39,7 +39,8 @@ class Routers:
             raise UnauthenticatedError("no such key")
         if self._key == KEY:
             return "globex", "key key as trainer"
-        return "acme", f"token of {self._key.split('.')[1]!r} as tenant-user"
+        subject = self._key.split(".")[1]
+        return "acme", subject and f"{subject!r} of issuer as tenant-user"
 
 
 @pytest.fixture
@@ -87,6 +88,8 @@ async def test_a_rotated_credential_is_its_holders_while_it_is_valid(cluster: Cl
     anna = await cluster.identity(old, fresh=True)
     assert anna == await cluster.identity(new) == await cluster.identity(new, fresh=True)
     assert len({anna, await cluster.identity(other), await cluster.identity(Headers({"x-api-key": KEY}))}) == 3
+    nobodys = [await cluster.identity(Headers({"x-api-key": f"header..{n}"}), fresh=True) for n in (1, 2)]
+    assert len({anna, *nobodys}) == 3, "no router tells whose they are"
     routers.fails = UnauthenticatedError("has ended")
     assert await cluster.identity(old) == anna  # remembered: routers refuse what it asks for
     with pytest.raises(UnauthenticatedError):

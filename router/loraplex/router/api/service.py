@@ -451,13 +451,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the base models that the caller may use."""
-        configs = {}
+        configs, who = {}, caller()
         for m in self.models.allowed if request.tokenizer_config else ():
             tell = partial(tokenizer_config, m.manifest.files, m.tokenizer.chat)
             configs[m.manifest.name] = await self.prompts.in_turn(calling_tenant(), tell)
         return pb.ListModelsResponse(
-            tenant=caller().tenant,
-            caller=f"{caller().name} as {', '.join(sorted(caller().roles))}",
+            tenant=who.tenant,
+            caller=who.subject and f"{who.subject} as {', '.join(sorted(who.roles))}",
             models=[
                 pb.Model(
                     name=m.manifest.name,
