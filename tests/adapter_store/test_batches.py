@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -310,6 +311,54 @@ async def test_a_window_ends_although_no_runner_has_checked_the_file(call: Calle
     with pytest.raises(grpc.aio.AioRpcError, match="or it has ended"):
         await call.report(lease, total_count=1, models={"a": "a"})
     await call("DeleteFile", name=batch.input_file)
+
+
+async def test_a_batch_that_a_store_of_an_older_version_began_keeps_no_window_open(
+    call: Caller, store: Store, clock: Clock
+) -> None:
+    """That store does not know the column of the window's end."""
+    begun, unchecked = [await call.batch(completion_window={"seconds": 60}) for _ in range(2)]
+    await call.report(await call("LeaseBatch"), total_count=1, models={"a": "a"})
+    with store._database.transaction() as rows:
+        rows.execute("UPDATE batches SET expire_ns = 1 WHERE batch = ?", (begun.name.rpartition("/")[2],))
+    clock.add_s(61)
+    async with asyncio.timeout(10):
+        while (await call("GetBatch", name=unchecked.name)).batch.state != pb.BATCH_STATE_EXPIRED:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert (await call("GetBatch", name=begun.name)).batch.state == pb.BATCH_STATE_IN_PROGRESS
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_batch_that_is_to_end_does_not_wait_long_after_a_fault(
+    call: Caller, clock: Clock, cancelled: bool
+) -> None:
+    batch = await call.batch(completion_window={"seconds": 3600 if cancelled else 60})
+    lease = await call("LeaseBatch")
+    await call.report(lease, total_count=1, models={"a": "a"})
+    if cancelled:
+        await call("CancelBatch", name=batch.name)
+    for _ in range(6):
+        await call.report(lease, fault="ZeroDivisionError")
+        clock.add_s(30 if cancelled else 60)
+        lease = await call("LeaseBatch")
+        assert lease.HasField("batch")
+
+
+async def test_a_runner_leaves_batches_alone_that_an_older_store_gives_it_unasked(
+    call: Caller, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = batches_module.Batches.lease
+    monkeypatch.setattr(batches_module.Batches, "lease", lambda self, _except_tenants: leases(self))
+    body = {"model": "a", "messages": [{"role": "user", "content": "Hi"}]}
+    line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": body}
+    file = await call.upload(json.dumps(line).encode())
+    made = [(await call("CreateBatch", input_file=file.name, endpoint=CHAT)).batch for _ in range(3)]
+    settings = RunnerSettings("127.0.0.1:1", f"127.0.0.1:{store.port}", batches_at_once=2, drain_s=0.0)
+    runner = BatchRunner(settings, RunnerMetrics())
+    assert [await runner._begin() for _ in range(3)] == [True, True, False]
+    assert [run.leaves for run in runner._running.values()] == [False, False]
+    assert (await call("LeaseBatch")).batch.name == made[-1].name
+    await runner.stop()
 
 
 async def test_results_count_among_the_bytes_of_a_tenant(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

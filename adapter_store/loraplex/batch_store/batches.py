@@ -246,9 +246,12 @@ class Batches:
             if rows.execute(query, (now,)).fetchone() is None:
                 return []
         with self._database.transaction() as rows:
-            expired = [_batch(rows, row) for row in rows.execute(query, (now,)).fetchall()]
+            found = [_batch(rows, row) for row in rows.execute(query, (now,)).fetchall()]
+            # A store of an older version leaves the time at batches that it lets begin.
+            expired = [batch for batch in found if batch.record.state is BatchState.VALIDATING]
             for batch in expired:
                 self._end(rows, batch, BatchState.EXPIRED)
+            for batch in found:
                 _write(rows, batch)
         return [batch.batch for batch in expired]
 
@@ -260,7 +263,7 @@ class Batches:
         now = time.time_ns()
         excepted = {f"tenant{place}": tenant for place, tenant in enumerate((*except_tenants, ""))}
         values = {"now": now, "unsuspected": _UNSUSPECTED, **excepted}
-        held = "SELECT * FROM batches WHERE is_open = 1 AND lease_end_ns >= :now"
+        held = "SELECT tenant, attempts FROM batches WHERE is_open = 1 AND lease_end_ns >= :now"
         query = (
             f"WITH held AS ({held}), shares AS (SELECT tenant, count(*) AS number FROM held GROUP BY tenant) "
             "SELECT batches.* FROM batches LEFT JOIN shares ON shares.tenant = batches.tenant "
@@ -333,7 +336,10 @@ class Batches:
     def _set_lease(self, rows: Rows, batch: StoredBatch, report: Report, attempts: int) -> None:
         """Keep or end the lease; after a fault the batch waits, after a wait for a quota all of its caller's do."""
         now = time.time_ns()
-        wait_ns = round(FAULT_S * 1e9) << max(0, attempts - 1) if report.fault else 0
+        least_ns, record = round(FAULT_S * 1e9) if report.fault else 0, batch.record
+        # Not for long where the next attempt is to end the batch.
+        left_ns = 0 if record.state is BatchState.CANCELLING else record.expire_ns - now
+        wait_ns = min(least_ns << max(0, attempts - 1), max(least_ns, left_ns))
         rows.execute(
             "UPDATE batches SET lease_end_ns = ?, wait_end_ns = ?, attempts = ? WHERE batch = ?",
             (0 if report.released or report.fault else now + _LEASE_NS, now + wait_ns, attempts, batch.batch),

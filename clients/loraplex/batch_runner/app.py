@@ -97,6 +97,9 @@ class BatchRunner:
         self._away.reset()
         if run is None:
             return False
+        if run.tenant in others:  # a store of an older version does not know that it was not asked for
+            await _give_back(run)
+            return False
         if leaver is not None:
             log.info("%s gives its place to %s", leaver.name, run.name)
             leaver.leave()
