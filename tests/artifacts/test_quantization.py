@@ -10,7 +10,7 @@ import pytest
 
 from loraplex.contracts.artifacts import ArtifactError
 from loraplex.contracts.artifacts.base_model import read_base_model
-from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, quantized_digest
+from loraplex.contracts.artifacts.quantization import check_device, parse_quantization, quantized_digest, stored_scheme
 
 NAMES = ("int8", "int8-zero-point", "int8-dynamic", "int4", "int4-64", "int4-128", "int4-dynamic", "fp8")
 
@@ -45,6 +45,25 @@ def test_a_scheme_of_one_kind_of_device_needs_it() -> None:
         check_device(parse_quantization(f"{scheme}-dynamic"), "cpu")
         with pytest.raises(ArtifactError, match=f"{scheme}-dynamic needs a CPU .*; on CUDA use {scheme}$"):
             check_device(parse_quantization(f"{scheme}-dynamic"), "cuda")
+
+
+@pytest.mark.parametrize(("name", "group"), [("int4-dynamic", 32), ("int4-96-dynamic", 96)])
+def test_inputs_in_8_bits_go_with_groups_that_are_parts_of_theirs(name: str, group: int) -> None:
+    """In kernels a scale of 128 inputs is that of whole groups of columns."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": False}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "loraplex": {"original": "sha256:" + "0" * 64, "quantization": name},
+    }
+    if group == 32:
+        scheme = stored_scheme({"quantization_config": config})
+        assert scheme is not None
+        assert scheme.quantization == parse_quantization(name)
+    else:
+        with pytest.raises(ArtifactError, match="int4-96-dynamic: inputs in 8 bits are served with other groups alone"):
+            stored_scheme({"quantization_config": config})
 
 
 @pytest.mark.parametrize(

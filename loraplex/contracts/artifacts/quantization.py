@@ -272,6 +272,8 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> StoredScheme:
     main, others = _schemes_of(groups)
     if named and not named.startswith(str(main)):
         raise _refused("loraplex.quantization", f"{named} is not the scheme of config_groups")
+    if _DYNAMIC in named and named.removesuffix(_EMBEDDINGS) not in _SCHEMES:
+        raise _refused("loraplex.quantization", f"{named}: inputs in 8 bits are served with other groups alone")
     copied = replace(main, embeddings=named.endswith(_EMBEDDINGS), dynamic=_DYNAMIC in named)
     return StoredScheme(
         Method.COMPRESSED_TENSORS,
