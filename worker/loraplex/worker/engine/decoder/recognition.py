@@ -164,14 +164,14 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
 
     def forward(x: Tensor) -> Tensor:
         if _has_whole_parts(x.numel()):
-            return function(x.contiguous())  # parts of wider rows are computed row by row
+            return function(x)
         flat = nn.functional.pad(x.reshape(-1), (0, -x.numel() % _VECTORS))
         results, done = [], 0
         while done < len(flat):
             count = len(flat) - done
             if not _has_whole_parts(count):
                 count -= count % (_VECTORS * torch.get_num_threads())
-                count = count if _has_whole_parts(count) else _ALONE
+                count = count if count and _has_whole_parts(count) else _ALONE
             results.append(function(flat[done : done + count]))
             done += count
         return torch.cat(results)[: x.numel()].view(x.shape)
