@@ -28,7 +28,6 @@ NAMES = (
     "kernels",
     "quantized",
     "llama",
-    "speculation",
     "prompts",
     "quotas",
     "secured",

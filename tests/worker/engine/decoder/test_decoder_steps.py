@@ -15,6 +15,7 @@ from torch import nn
 
 from loraplex.contracts.options import StoppingParams
 from loraplex.kernels import threads
+from loraplex.kernels.lora import compile_lora
 from loraplex.kernels.program import Program
 from loraplex.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
 from loraplex.kernels.weight_vectors import FLOATS
@@ -47,11 +48,20 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     return ran
 
 
-@pytest.mark.parametrize(("model_type", "threads", "kv_cache_dtype"), [("smollm3", 1, ""), ("qwen3", 2, "int8")])
+@pytest.mark.parametrize(
+    ("model_type", "threads", "kv_cache_dtype", "compiled"),
+    [
+        ("smollm3", 1, "", compile_lora),
+        ("qwen3", 2, "int8", compile_lora),
+        # A kernel for each product, as where tiles do not take some width.
+        ("qwen3", 1, "", compile_lora.__wrapped__),
+    ],
+)
 def test_programs_give_the_bits_of_the_kernels_one_by_one(
     model_type: str,
     threads: int,
     kv_cache_dtype: str,
+    compiled: Callable[..., Any],
     tmp_path: Path,
     save_adapter: Callable[..., None],
     make_engine: Callable[..., Any],
@@ -69,6 +79,7 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
         for index, prompt in enumerate(PROMPTS)
     ]
     torch.set_num_threads(threads)
+    monkeypatch.setattr("loraplex.worker.engine.lora.cpu.compile_lora", compiled)
 
     def answers() -> dict[str, list[Output]]:
         chosen = {"quantize": "int8", "kv_cache_dtype": kv_cache_dtype, "threads": threads}

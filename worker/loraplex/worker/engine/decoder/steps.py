@@ -287,7 +287,9 @@ class DecoderSteps:
             normed = self._normed(x, shared)
             if head is not None:
                 shared.multiply("logits", head, normed)
-        first, adapted = self._layers[0], shared.adapted[:1]
+        # The first of each kernel: a width that tiles do not take has its own.
+        adapted = {group.kernel: (group, inputs, y) for group, inputs, y in reversed(shared.adapted)}.values()
+        first = self._layers[0]
         call, attended = first.call(shared.rows("qkv", x, first.qkv.width)), first.attended(x, shared)
 
         def again(plan: CpuPlan) -> None:

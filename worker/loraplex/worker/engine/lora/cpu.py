@@ -105,7 +105,7 @@ class CpuGroup(FusedProduct):
         self._max_rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._dtype = dtype
         products = fastest_products(dtype_name(dtype), (in_features, *widths))
-        self._kernel = compile_lora(dtype_name(dtype), products)
+        self.kernel = compile_lora(dtype_name(dtype), products)
         self._shrunk_size = 4 if products == FLOATS else 2
         self._scratch_floats = scratch_floats(max_rank, products)
         # The first column of each layer in y, and its number of columns.
@@ -182,7 +182,7 @@ class CpuGroup(FusedProduct):
         scratch = step.workspace.address(floats * torch.get_num_threads() + step.tokens * layers * self._max_rank)
         shrunk = scratch + 4 * floats * torch.get_num_threads()
         step.counters[:] = 0
-        self._kernel.run(
+        self.kernel.run(
             *(x.data_ptr(), self.in_features * size, self.in_features, y.data_ptr(), self.width * size),
             *(*self._addresses, layers, step.addresses[0], len(step.segments), step.parts, step.addresses[1]),
             *(shrunk, layers * self._max_rank * 4, self._max_rank, size, self._shrunk_size, scratch, 4 * floats),
