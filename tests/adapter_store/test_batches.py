@@ -26,6 +26,8 @@ from loraplex.batch_store import batches as batches_module
 from tests.adapter_store.conftest import metadata
 
 CHAT = "/v1/chat/completions"
+_BODY = {"model": "a", "messages": [{"role": "user", "content": "Hi"}]}
+LINE = json.dumps({"custom_id": "1", "method": "POST", "url": CHAT, "body": _BODY}).encode()
 
 
 class Caller:
@@ -349,15 +351,29 @@ async def test_a_runner_leaves_batches_alone_that_an_older_store_gives_it_unaske
 ) -> None:
     leases = batches_module.Batches.lease
     monkeypatch.setattr(batches_module.Batches, "lease", lambda self, _except_tenants: leases(self))
-    body = {"model": "a", "messages": [{"role": "user", "content": "Hi"}]}
-    line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": body}
-    file = await call.upload(json.dumps(line).encode())
+    file = await call.upload(LINE)
     made = [(await call("CreateBatch", input_file=file.name, endpoint=CHAT)).batch for _ in range(3)]
     settings = RunnerSettings("127.0.0.1:1", f"127.0.0.1:{store.port}", batches_at_once=2, drain_s=0.0)
     runner = BatchRunner(settings, RunnerMetrics())
     assert [await runner._begin() for _ in range(3)] == [True, True, False]
     assert [run.leaves for run in runner._running.values()] == [False, False]
     assert (await call("LeaseBatch")).batch.name == made[-1].name
+    await runner.stop()
+
+
+async def test_a_batch_that_is_cancelled_while_no_router_answers_is_not_failed(
+    call: Caller, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.batch_runner.batch_run.HEARTBEAT_S", 0.1)
+    file = await call.upload(LINE)
+    name = (await call("CreateBatch", input_file=file.name, endpoint=CHAT)).batch.name
+    runner = BatchRunner(RunnerSettings("127.0.0.1:1", f"127.0.0.1:{store.port}", drain_s=0.0), RunnerMetrics())
+    assert await runner._begin()
+    await call("CancelBatch", name=name)
+    async with asyncio.timeout(20):
+        while (batch := (await call("GetBatch", name=name)).batch).state == pb.BATCH_STATE_CANCELLING:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert (batch.state, list(batch.errors)) == (pb.BATCH_STATE_CANCELLED, [])
     await runner.stop()
 
 

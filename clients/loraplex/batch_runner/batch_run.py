@@ -180,11 +180,11 @@ class BatchRun:
         for name, line in checked.models.items() if not errors else ():
             try:
                 models[name] = await self._pinned(name)
-                if self._halting.is_set():
-                    return
             except (LoraplexError, HttpError) as error:
                 message = error.message.replace("adapter not found:", "model not found:", 1)
                 errors.append(BatchError("model_not_found", f"line {line}: body.model: {message}", line, "body.model"))
+            if self._halting.is_set():  # a cluster that did not answer has not said that there is no such model
+                return
         if errors:
             await self._fail(errors)
         else:
