@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from loraplex.contracts.options import StoppingParams
-from loraplex.kernels import threads
+from loraplex.kernels import logits, threads
 from loraplex.kernels.lora import compile_lora
 from loraplex.kernels.program import Program
 from loraplex.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
@@ -96,6 +96,17 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
     monkeypatch.setattr(steps, "_MOST_TOKENS", 0)
     assert answers() == by_programs
     assert len(programs) == ran
+
+
+def test_no_answer_waits_for_kernels_over_its_logits(
+    tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take seconds to compile, where no other process has."""
+    logits.compile_best.cache_clear()
+    make_model(make_config("qwen3"), tmp_path)
+    engine = make_engine(tmp_path, **CRAMPED)
+    monkeypatch.setattr(logits, "compile_kernel", None)
+    run_until_idle(engine, {0: [NewSequence("a", PROMPTS[0], stopping=StoppingParams(2))]})
 
 
 def test_products_in_bfloat16_are_recorded_with_the_rounding_of_their_inputs() -> None:

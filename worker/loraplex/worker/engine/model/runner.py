@@ -35,7 +35,7 @@ from loraplex.worker.engine.model.layouts import (
     step_layout,
 )
 from loraplex.worker.engine.model.loader import LoadedModel
-from loraplex.worker.engine.sampling.sampler import NO_MASKS, MaskFiller, Masks, forbid_ids
+from loraplex.worker.engine.sampling.sampler import NO_MASKS, MaskFiller, Masks, best_of_rows, forbid_ids
 from loraplex.worker.engine.sampling.step import InFlight, PendingVector, launch_sampling
 from loraplex.worker.engine.scheduling.sequence import Batch, Row
 from loraplex.worker.engine_api import CaptureFailedError, EngineLimits
@@ -276,6 +276,7 @@ class Runner:
         self._begin_empty(1, adapted=False)
         logits = self._forward(DecodeBuffers(1, 1, self._cache, self._device).inputs(1))
         forbid_ids(logits, [np.full(-(-logits.shape[-1] // 32), -1, dtype=np.int32)])
+        best_of_rows(logits)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
