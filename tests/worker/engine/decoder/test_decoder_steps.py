@@ -70,12 +70,12 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
     programs: list[Program],
 ) -> None:
     """With and without an adapter, chunked and preempted; that the answers are right, the families' oracles show."""
-    save_adapter(
-        make_model(make_config(model_type), tmp_path / "model"), tmp_path / "adapter", 3, r=4, target_modules=LINEARS
-    )
-    source = AdapterSource("the adapter", str(tmp_path / "adapter"))
+    model, sources = make_model(make_config(model_type), tmp_path / "model"), list[AdapterSource | None]([None])
+    for name in ("one", "other"):
+        save_adapter(model, tmp_path / name, len(name), r=4, target_modules=LINEARS)
+        sources.append(AdapterSource(name, str(tmp_path / name)))
     requests = [
-        NewSequence(f"{index}", prompt, adapter=source if index % 3 else None, stopping=StoppingParams(10), logprobs=2)
+        NewSequence(f"{index}", prompt, adapter=sources[index % 3], stopping=StoppingParams(10), logprobs=2)
         for index, prompt in enumerate(PROMPTS)
     ]
     torch.set_num_threads(threads)
@@ -84,9 +84,14 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
     def answers() -> dict[str, list[Output]]:
         chosen = {"quantize": "int8", "kv_cache_dtype": kv_cache_dtype, "threads": threads}
         engine = make_engine(tmp_path / "model", **chosen, **CRAMPED)
-        # Until the adapter is there, steps pass that depend on the clock.
-        run_until_idle(engine, {0: [replace(requests[1], sequence_id="first", stopping=StoppingParams(1))]})
+        # Until the adapters are there, steps pass that depend on the clock.
+        for first in requests[1:3]:
+            run_until_idle(engine, {0: [replace(first, sequence_id="first", stopping=StoppingParams(1))]})
         outputs: dict[str, list[Output]] = run_until_idle(engine, {0: requests[:3], LAST_ARRIVAL: requests[3:]})
+        # Steps of two rows with one adapter, then with two.
+        for pair in (requests[:2], requests[1:3]):
+            more = run_until_idle(engine, {0: pair})
+            outputs |= {f"{pair[0].sequence_id}, {name}": again for name, again in more.items()}
         return outputs
 
     by_programs = answers()
@@ -106,7 +111,8 @@ def test_no_answer_waits_for_kernels_over_its_logits(
     make_model(make_config("qwen3"), tmp_path)
     engine = make_engine(tmp_path, **CRAMPED)
     monkeypatch.setattr(logits, "compile_kernel", None)
-    run_until_idle(engine, {0: [NewSequence("a", PROMPTS[0], stopping=StoppingParams(2))]})
+    outputs = run_until_idle(engine, {0: [NewSequence("a", PROMPTS[0], stopping=StoppingParams(2))]})["a"]
+    assert [output.failure for output in outputs] == [None, None]
 
 
 def test_products_in_bfloat16_are_recorded_with_the_rounding_of_their_inputs() -> None:
