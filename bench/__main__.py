@@ -28,6 +28,7 @@ NAMES = (
     "kernels",
     "quantized",
     "llama",
+    "speculation",
     "prompts",
     "quotas",
     "secured",

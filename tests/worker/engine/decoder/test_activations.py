@@ -24,9 +24,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "silu"])
 def test_a_row_is_computed_as_alone(name: str, dtype: torch.dtype) -> None:
     function = in_whole_vectors(ACT2FN[name])
-    # The width of Gemma 3 1B, and one of half vectors.
-    for width in (6912, 48):
-        x = torch.randn(40, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    # The width of Gemma 3 1B, half vectors, and half of wider rows, as where gate and up are one product.
+    for width, whole in ((6912, 6912), (48, 48), (16, 32)):
+        x = torch.randn(40, whole, generator=torch.Generator().manual_seed(1)).to(dtype)[:, :width]
         alone = torch.cat([function(row[None]) for row in x])
         torch.testing.assert_close(alone, ACT2FN[name](x))
         for rows in (2, 3, 7, 11, 40):

@@ -59,8 +59,8 @@ def test_a_family_answers_as_transformers_does(
 
     loads: list[Any] = []
 
-    def keep(*arguments: Any) -> Any:
-        loads.append(load_model(*arguments))
+    def keep(*arguments: Any, **options: Any) -> Any:
+        loads.append(load_model(*arguments, **options))
         return loads[-1]
 
     tiny = make_tiny(model_type, tmp_path, save_adapter)

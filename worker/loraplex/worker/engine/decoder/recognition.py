@@ -164,7 +164,7 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
 
     def forward(x: Tensor) -> Tensor:
         if _has_whole_parts(x.numel()):
-            return function(x)
+            return function(x.contiguous())  # parts of wider rows are computed row by row
         flat = nn.functional.pad(x.reshape(-1), (0, -x.numel() % _VECTORS))
         results, done = [], 0
         while done < len(flat):
