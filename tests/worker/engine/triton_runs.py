@@ -97,7 +97,7 @@ def spilled_bytes(compiled: Any, capability: int) -> int:
     import triton
 
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [assembler, "-v", f"-arch=sm_{capability}a", "-o", os.devnull, "/dev/stdin"]
+    command = [str(assembler), "-v", f"-arch=sm_{capability}a", "-o", os.devnull, "/dev/stdin"]
     done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True)
     [spilled] = re.findall(r"(\d+) bytes spill stores", done.stderr)
     return int(spilled)
