@@ -17,7 +17,7 @@ from loraplex.worker.engine_api import EngineConfig, NewSequence, Speculation
 _KV_BLOCKS = 2_000
 # Time in seconds between looks at an engine that waits for a grammar.
 _LOOK_S = 0.001
-# Whose answers drafts come from.
+# The corpora that drafts come from: none, the answers of one tenant and adapter, and those of all.
 NO_DRAFTS, OWN, ONE_FOR_ALL = "no drafts", "own", "one for all"
 
 

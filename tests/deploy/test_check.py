@@ -55,7 +55,7 @@ def test_a_drained_worker_stays_down_and_each_gets_a_gpu_where_asked() -> None:
     override = yaml.safe_load((ROOT / "deploy/docker/cuda.yaml").read_text())["services"]
     assert set(override) == {"worker"}
     (device,) = override["worker"]["deploy"]["resources"]["reservations"]["devices"]
-    # One for each rank, which pass on what they compute through shared memory.
+    # Give each rank a GPU, and the ranks the shared memory in which they meet.
     assert device == {"driver": "nvidia", "count": "${TENSOR_PARALLEL:-1}", "capabilities": ["gpu"]}
     assert "--tensor-parallel=${TENSOR_PARALLEL:-1}" in services["worker"]["command"]
     assert override["worker"]["shm_size"] == "1gb"

@@ -58,7 +58,7 @@ def expected(cluster: Cluster, name: str, prompt: str, tokens: int) -> tuple[int
 
 
 async def test_five_checkers_of_one_conversation_share_its_prefill(cluster: Cluster) -> None:
-    """It was computed once, for the base's answer; an ordinary adapter computes it anew."""
+    """The base computes the conversation once; an ordinary adapter computes it again."""
     answer = await cluster.client.generate(CONVERSATION, max_tokens=4)
     assert (answer.usage.cached_tokens, answer.activated) == (0, None)
     prompts = {name: f"{CONVERSATION} <{name}> not here, but here: <{name}> ok?" for name in NAMES}

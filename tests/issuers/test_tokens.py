@@ -105,7 +105,7 @@ def test_a_token_of_the_issuer_is_its_tenant(reader: JwtReader, key: Any, algori
 
 
 def test_a_subject_is_whole_and_its_issuers(jwks: Path) -> None:
-    """Who calls is told apart by it, so that nobody holds up another's calls; a token without one is nobody's."""
+    """Two subjects are two callers, so that neither pauses the other; a token without a subject has none."""
     reader = reader_of(jwks, {}, {"issuer": "https://partner.example"})
     subjects = [read(reader, token(sub=sub)).subject for sub in ("ann", "ann of", "a" * 150 + "1", "a" * 150 + "2")]
     subjects.append(read(reader, token(iss="https://partner.example")).subject)

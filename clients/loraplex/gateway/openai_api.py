@@ -29,7 +29,7 @@ from loraplex.gateway.endpoint import HttpCall, Protocol
 from loraplex.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from loraplex.gateway.exchange import encode, raw
 from loraplex.gateway.openai_messages import LENIENT, OpenAIMessage
-from loraplex_client import Adapter, FinishReason, Generation, PermissionDeniedError, ServedModel, Usage
+from loraplex_client import Adapter, FinishReason, Generation, PermissionDeniedError, ServedModel
 
 DONE = b"data: [DONE]\n\n"
 REASONS = {
@@ -84,23 +84,21 @@ def error_of(error: HttpError, names: Mapping[str, str] = _NAMES) -> Mapping[str
 PROTOCOL = Protocol(error_of, lambda error: event(error_of(error)))
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return token counts."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+def counts_of(wholes: Sequence[Generation]) -> dict[str, Any]:
+    """Return the `usage` of answers together, and vLLM's `metrics` of their drafts where any was checked."""
+    usages, drafts = [whole.usage for whole in wholes], [whole.speculative_decoding for whole in wholes]
+    prompt, completion = sum(each.prompt_tokens for each in usages), sum(each.completion_tokens for each in usages)
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)},
     }
-
-
-def metrics_of(wholes: Sequence[Generation]) -> dict[str, Any]:
-    """Return what vLLM tells in `metrics` of the drafts that were checked; nothing where none were."""
-    counts = [whole.speculative_decoding for whole in wholes if whole.speculative_decoding is not None]
-    if not counts:
-        return {}
-    steps, accepted = sum(each.steps for each in counts), sum(each.accepted_tokens for each in counts)
-    drafted = sum(each.draft_tokens for each in counts)
+    checked = [each for each in drafts if each is not None]
+    if not checked:
+        return {"usage": usage}
+    steps, accepted = sum(each.steps for each in checked), sum(each.accepted_tokens for each in checked)
+    drafted = sum(each.draft_tokens for each in checked)
     speculative = {
         "mean_acceptance_length": 1 + accepted / steps,
         "draft_acceptance_rate": accepted / drafted,
@@ -108,7 +106,7 @@ def metrics_of(wholes: Sequence[Generation]) -> dict[str, Any]:
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
     }
-    return {"metrics": {"speculative_decoding": speculative}}
+    return {"usage": usage, "metrics": {"speculative_decoding": speculative}}
 
 
 def head_of(kind: str, prefix: str, request_id: str, model: str) -> dict[str, Any]:

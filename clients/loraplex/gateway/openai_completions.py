@@ -22,16 +22,15 @@ from loraplex.gateway.openai_api import (
     StreamUsage,
     chat_options,
     completion_options,
+    counts_of,
     event,
     format_names,
     head_of,
-    metrics_of,
     shows_ids,
     stream_usage,
-    usage_of,
 )
 from loraplex.gateway.openai_messages import sdk_messages
-from loraplex_client import AsyncGenerationStream, Choice, Generation, Piece, TokenLogprobs, ToolCallPart, Usage
+from loraplex_client import AsyncGenerationStream, Choice, Generation, Piece, TokenLogprobs, ToolCallPart
 
 # Maximum number of prompts of a request; each becomes a request of its own.
 _PROMPTS = 64
@@ -193,9 +192,8 @@ async def _completion(
     ]
     return {
         "choices": choices,
-        "usage": usage_of(whole.usage),
         "system_fingerprint": whole.adapter_revision or None,
-        **metrics_of([whole]),
+        **counts_of([whole]),
     }
 
 
@@ -314,7 +312,7 @@ class _ChatChunks(_Chunks):
         head = self._head_now() | {"system_fingerprint": whole.adapter_revision or None}
         events = [_end(head, index, choice) for index, choice in enumerate(whole.choices) if index not in self._ended]
         if self._usage.last:
-            events.append(event({**head, "choices": [], "usage": usage_of(whole.usage), **metrics_of([whole])}))
+            events.append(event({**head, "choices": [], **counts_of([whole])}))
         return b"".join((*events, DONE))
 
 
@@ -388,9 +386,8 @@ async def completions(call: HttpCall) -> None:
                 head
                 | {
                     "choices": answered,
-                    "usage": usage_of(_sum(wholes)),
                     "system_fingerprint": wholes[0].adapter_revision or None,
-                    **metrics_of(wholes),
+                    **counts_of(wholes),
                 }
             )
 
@@ -436,14 +433,6 @@ async def _choice(
     }
 
 
-def _sum(wholes: Sequence[Generation]) -> Usage:
-    return Usage(
-        sum(whole.usage.prompt_tokens for whole in wholes),
-        sum(whole.usage.cached_tokens for whole in wholes),
-        sum(whole.usage.completion_tokens for whole in wholes),
-    )
-
-
 class _CompletionChunks(_Chunks):
     """The chunks of completions, merged from a stream for each prompt."""
 
@@ -463,7 +452,7 @@ class _CompletionChunks(_Chunks):
             elif piece.text or self._texts is not None:
                 index = number * self._n + piece.choice
                 await exchange.write(self._event(index, piece.text, None, await self._logprobs(index, piece)))
-        usage = {**self._head, "choices": [], "usage": usage_of(_sum(self._wholes)), **metrics_of(self._wholes)}
+        usage = {**self._head, "choices": [], **counts_of(self._wholes)}
         await exchange.end((event(usage) if self._usage.last else b"") + DONE)
 
     def _event(self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:

@@ -134,7 +134,7 @@ class Generation:
     parsed: Any = None
     # Paths of the parts of tools' schemas that calls need not keep to.
     not_enforced: tuple[str, ...] = ()
-    # None where no draft was checked; those before a resume are not counted.
+    # Counts since the last resume; None if no draft was checked.
     speculative_decoding: SpeculativeDecoding | None = None
     # Whether the prompt invoked the activated adapter; False: the base model answered. None: it is no such adapter.
     activated: bool | None = None

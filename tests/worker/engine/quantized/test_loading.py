@@ -69,7 +69,7 @@ def test_transformers_does_not_complain_of_layers_that_are_read_apart(
 
 
 def test_no_block_of_the_device_s_memory_is_reserved_for_all_weights(tiny_llama: Any) -> None:
-    """It would keep, for good, the holes of weights that are freed when layers are fused."""
+    """Such a block never returns the memory of weights that are freed when layers are fused."""
     from transformers.modeling_utils import get_total_byte_count
 
     module, device = load_model(str(tiny_llama.directory)).module, torch.device("cuda")
