@@ -31,8 +31,8 @@ from loraplex.worker.engine.model.loader import LoadedModel, load_model
 from loraplex.worker.engine.quantized.layers import QuantizedModule
 from loraplex.worker.engine.sampling.step import InFlight, Sampled
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.batch import Row
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
-from loraplex.worker.engine.scheduling.sequence import Row
 from loraplex.worker.engine.torch_engine import TorchEngine, build_engine
 from loraplex.worker.engine_api import AdapterSource, EngineConfig
 

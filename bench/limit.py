@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from bench.ceilings import Ceilings
 from bench.models import ALL_LINEARS, ModelShape
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
-from loraplex.worker.engine.scheduling.sequence import Batch
 
 # Bytes of a bfloat16 number.
 _WEIGHT_BYTES = 2

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from loraplex.contracts.artifacts.families import KvShape
 from loraplex.worker.engine.attention.paged import KvCache, LayerCall
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch, Row
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import NewSequence
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from loraplex.contracts.artifacts.families import KvShape
 from loraplex.worker.engine.attention import kernels
 from loraplex.worker.engine.attention.cuda import TritonPlan, triton_plan
 from loraplex.worker.engine.attention.paged import KvCache, LayerCall, row_blocks
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from tests.worker.engine.attention_batches import Case, Numbers, cases, quantized
 from tests.worker.engine.interpreted import interpret_quickly
 

@@ -22,7 +22,8 @@ from loraplex.worker.engine.lora.cuda import adapt_linears
 from loraplex.worker.engine.model.layouts import step_layout
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
 from loraplex.worker.engine.model.runner import step_inputs
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch, Row
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.interpreted import interpret_quickly
 from tests.worker.engine.model.tiny_families import make_config, make_model

@@ -27,7 +27,8 @@ from loraplex.worker.engine.lora.weights import AdapterWeights, LoraPair
 from loraplex.worker.engine.model import runner
 from loraplex.worker.engine.model.layouts import StepLayout, step_layout
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch, Row
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.interpreted import interpret_quickly
 from tests.worker.engine.model.tiny_families import make_config, make_model

@@ -22,7 +22,7 @@ from torch import Tensor
 from loraplex.contracts.options import SamplingParams
 from loraplex.worker.engine.sampling.sampler import Draw
 from loraplex.worker.engine.sampling.step import sample, token_logprobs
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from loraplex.worker.engine.scheduling.sequence import Sequence as EngineSequence
 from loraplex.worker.engine_api import NewSequence
 
@@ -86,7 +86,7 @@ class PositionSteps:
                     rows.append(row)
                     places[row] = [(text, at) for at in range(first, first + count)]
                     continue
-                # As far as the draft is right; the positions of the rest are computed again.
+                # Keep the positions of right ids; a later step computes the others again.
                 right = chance.randint(1, count)
                 text.computed = first + right
                 wrong = [chance.randrange(self._vocab) for _ in range(len(text.ids))]

@@ -12,8 +12,9 @@ import torch
 
 from loraplex.contracts.options import SamplingParams
 from loraplex.worker.engine.sampling import cuda
+from loraplex.worker.engine.sampling.adjustments import Adjustments
 from loraplex.worker.engine.sampling.cuda import sample_with_triton
-from loraplex.worker.engine.sampling.sampler import Adjustments, Draw
+from loraplex.worker.engine.sampling.sampler import Draw
 from loraplex.worker.engine.sampling.step import sample
 from tests.worker.engine.interpreted import interpret_quickly
 

@@ -95,7 +95,7 @@ def test_logits_and_tokens_are_pefts_in_chunks_from_the_cache_and_after_preempti
 def test_an_answer_goes_on_from_any_of_its_tokens(
     tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
-    """As after a worker's death. Tokens that were generated are not looked at, though they are an invocation."""
+    """A worker goes on with emitted ids, and finds no invocation in them, though they are one."""
     oracle = oracle_of("llama", tmp_path)
     engine, other = (make_engine(oracle.directory, **CHUNKED) for _ in range(2))
     request = oracle.request("whole", [9, 11, 3, 4, 8, 15, 16, 17, 18], 10, "checks")
@@ -134,7 +134,7 @@ def test_five_checkers_after_one_conversation_share_the_bases_prefill(
 
 
 def test_a_place_that_has_no_invocation_is_refused_by_the_engine_too() -> None:
-    """As that of a router of an older version, which knows no activated adapters."""
+    """A router of an older version knows no activated adapters, and sends such a job."""
     source = AdapterSource("digest", "/adapters/checks", invocation=(3, 4))
     checks = NewSequence("checks", (1, 2, 3, 4, 5), adapter=source, stopping=StoppingParams(0), invoked_at=2)
     check_sequence(checks, LIMITS)

@@ -16,7 +16,8 @@ from loraplex.worker.engine.attention.cpu import cpu_plan
 from loraplex.worker.engine.attention.paged import AttentionContext, KvCache, LayerCall, fitting_blocks, paged_attention
 from loraplex.worker.engine.model.layouts import step_layout
 from loraplex.worker.engine.model.runner import step_inputs
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch, Row
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.attention_batches import quantized
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from loraplex.contracts.options import StoppingParams
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
-from loraplex.worker.engine.scheduling.sequence import Batch
 from loraplex.worker.engine_api import EngineLimits, NewSequence
 
 STEP_TOKENS = 512

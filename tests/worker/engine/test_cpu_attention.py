@@ -14,7 +14,7 @@ from loraplex.kernels.rows import compile_rows
 from loraplex.kernels.weight_vectors import EMULATED, V
 from loraplex.worker.engine.attention.cpu import CpuPlan, cpu_plan
 from loraplex.worker.engine.attention.paged import row_blocks
-from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine.scheduling.batch import Batch
 from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -19,7 +19,7 @@ from loraplex.contracts.grammars.build import choices_grammar, regex_grammar
 from loraplex.contracts.options import StoppingParams
 from loraplex.worker.engine.model.runner import DecodeGraphs, Runner
 from loraplex.worker.engine.quantized.weight import QuantizedWeight
-from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine_api import AdapterSource, CaptureFailedError, EngineConfig, ModelUnusableError, NewSequence
 from tests.drawn_schemas import byte_tokenizer
 from tests.tiny_models import TinyModel

@@ -14,7 +14,7 @@ from loraplex.contracts.options import FinishReason, SamplingParams, StoppingPar
 from loraplex.worker.engine.device import is_out_of_memory
 from loraplex.worker.engine.model.runner import Launched, Runner
 from loraplex.worker.engine.sampling.step import InFlight, Sampled
-from loraplex.worker.engine.scheduling.sequence import Batch
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
-from loraplex.worker.engine.scheduling.sequence import Batch
 
 pytestmark = pytest.mark.model
 

@@ -12,7 +12,8 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from loraplex.contracts.options import SamplingParams
-from loraplex.worker.engine.sampling.sampler import Adjustments, Draw, adjust_logits
+from loraplex.worker.engine.sampling.adjustments import Adjustments, adjust_logits
+from loraplex.worker.engine.sampling.sampler import Draw
 from loraplex.worker.engine.sampling.step import sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")

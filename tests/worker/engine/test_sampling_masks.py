@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from loraplex.contracts.options import SamplingParams
-from loraplex.worker.engine.sampling.sampler import Adjustments, Draw, forbid_ids, forbid_with_torch
+from loraplex.worker.engine.sampling.adjustments import Adjustments
+from loraplex.worker.engine.sampling.sampler import Draw, forbid_ids, forbid_with_torch
 from loraplex.worker.engine.sampling.step import sample
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]

@@ -14,7 +14,8 @@ from loraplex.worker.engine.sampling import sampler
 from loraplex.worker.engine.sampling import step as sampling_step
 from loraplex.worker.engine.sampling.sampler import NO_MASKS, Masks, best_with_torch, forbid_with_torch
 from loraplex.worker.engine.sampling.step import InFlight, launch_sampling
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch, Row
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import Failure, NewSequence
 
 VOCAB = 3000

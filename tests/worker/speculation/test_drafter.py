@@ -11,8 +11,9 @@ from loraplex.contracts.grammars.matching import compile_grammar, hash_vocabular
 from loraplex.contracts.options import StoppingParams
 from loraplex.speculation.drafter import SuffixDrafter
 from loraplex.speculation.gain import Gain
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from loraplex.worker.engine.scheduling.grammars import GrammarState
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import AdapterSource, NewSequence, Removal, Speculation
 
 ANSWER = (50, 51, 52, 53, 54, 55, 56, 57)

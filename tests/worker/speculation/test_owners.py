@@ -10,7 +10,8 @@ import pytest
 from loraplex.contracts.options import StoppingParams
 from loraplex.hash_engine import HashEngine
 from loraplex.speculation import SuffixDrafter
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch, Row
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence, Speculation
 from tests.hash_oracle import expected_ids
 

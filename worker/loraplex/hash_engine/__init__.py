@@ -27,10 +27,11 @@ from loraplex.contracts.grammars.prover import Prover
 from loraplex.contracts.options import Encode, SamplingParams, TokenLogprobs
 from loraplex.worker.engine.engine import Engine
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from loraplex.worker.engine.scheduling.grammars import GrammarThread
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import (
     AdapterSource,
     EngineConfig,

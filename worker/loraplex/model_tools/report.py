@@ -30,7 +30,7 @@ from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.loader import LoadedModel, device_of, load_model
 from loraplex.worker.engine.model.runner import Runner
 from loraplex.worker.engine.quantized.weight import QuantizedWeight
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from loraplex.worker.engine.scheduling.sequence import Sequence as Answer
 from loraplex.worker.engine.torch_engine import adapter_layers
 from loraplex.worker.engine_api import AdapterSource, EngineConfig, NewSequence

@@ -8,8 +8,9 @@ from collections.abc import Container, Iterable
 
 from loraplex.speculation.gain import Acceptance, Gain
 from loraplex.speculation.suffixes import LONGEST_MATCH, Corpus, SuffixIndex
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.grammars import GrammarState
-from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import Removal, Speculation
 
 # Maximum bytes of all owners; those that were used longest ago are forgotten first. Bytes of one without answers.

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from loraplex.contracts.options import StoppingParams
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
-from loraplex.worker.engine.scheduling.sequence import Batch
 from loraplex.worker.engine_api import AdapterSource, EngineLimits, NewSequence
 
 SLOTS = 32

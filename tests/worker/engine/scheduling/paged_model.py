@@ -8,8 +8,9 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from loraplex.contracts.options import FinishReason, StoppingParams
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
-from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence, Output, Removal
 
 VOCAB = 50

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
-from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import Failure, NewSequence
 from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, Prophet, oracle, spec
 

@@ -48,12 +48,12 @@ from loraplex.worker.engine.model.runner import Runner
 from loraplex.worker.engine.parallel.group import RankGroup, leave_group, rank_device
 from loraplex.worker.engine.sampling.step import InFlight
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkSizer
 from loraplex.worker.engine.scheduling.drafts import make_drafter
 from loraplex.worker.engine.scheduling.grammars import GrammarThread
 from loraplex.worker.engine.scheduling.loader_threads import LoaderThreads
 from loraplex.worker.engine.scheduling.scheduler import Scheduler
-from loraplex.worker.engine.scheduling.sequence import Batch
 from loraplex.worker.engine_api import EngineConfig, EngineLimits, ModelUnusableError, NewSequence, Output
 from loraplex.worker.sizing import slot_numbers
 

@@ -33,7 +33,7 @@ from transformers import AttentionInterface
 
 from loraplex.contracts.artifacts.families import KvShape
 from loraplex.kernels.threads import Workspace
-from loraplex.worker.engine.scheduling.sequence import Row
+from loraplex.worker.engine.scheduling.batch import Row
 
 # Share of the memory that is free when the cache is made. On CUDA the largest step has run by then and keeps its
 # memory; the rest is for graphs and fragments. On the CPU it is for activations and the machine's other programs.

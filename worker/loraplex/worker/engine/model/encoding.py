@@ -20,7 +20,7 @@ from loraplex.worker.engine.device import download
 from loraplex.worker.engine.lora.weights import AdapterWeights
 from loraplex.worker.engine.model.loader import LoadedModel
 from loraplex.worker.engine.sampling.step import PendingVector
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from loraplex.worker.engine_api import Failure, NewSequence, SequenceRefusedError
 
 _HEAD = "score.weight"

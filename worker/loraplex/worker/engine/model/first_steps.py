@@ -17,7 +17,8 @@ from loraplex.worker.engine.lora.weights import AdapterLayers
 from loraplex.worker.engine.model.encoding import Encoding
 from loraplex.worker.engine.model.loader import LoadedModel
 from loraplex.worker.engine.model.runner import Runner
-from loraplex.worker.engine.scheduling.sequence import Batch, Row, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch, Row
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import EngineConfig, ModelUnusableError, NewSequence
 
 # Options that between them use all of sampling; rows take them by turns. With an adjusted row the logits are float32.

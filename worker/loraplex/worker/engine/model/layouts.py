@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.worker.engine.attention.paged import RowBlocks, row_blocks
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 
 # Ids that the last launch has sampled: their tokens in this step, and their rows in that one.
 Placeholders = tuple[list[int], list[int]]

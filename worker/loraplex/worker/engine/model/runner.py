@@ -37,7 +37,7 @@ from loraplex.worker.engine.model.layouts import (
 from loraplex.worker.engine.model.loader import LoadedModel
 from loraplex.worker.engine.sampling.sampler import NO_MASKS, MaskFiller, Masks, best_of_rows, forbid_ids
 from loraplex.worker.engine.sampling.step import InFlight, PendingVector, launch_sampling
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from loraplex.worker.engine_api import CaptureFailedError, EngineLimits
 
 

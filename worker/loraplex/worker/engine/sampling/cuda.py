@@ -33,7 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from loraplex.worker.engine.device import KernelCall, upload
-from loraplex.worker.engine.sampling.sampler import COLDEST, HOTTEST, Draw, adjust_logits, row_key
+from loraplex.worker.engine.sampling.adjustments import adjust_logits
+from loraplex.worker.engine.sampling.sampler import COLDEST, HOTTEST, Draw, row_key
 
 # Columns that a program reads at once, and all that it reads: so many programs share a row as its vocabulary has parts.
 _COLUMNS = 1024

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.worker.engine.device import download, is_out_of_memory, record_event, upload
+from loraplex.worker.engine.sampling.adjustments import Adjustments
 from loraplex.worker.engine.sampling.sampler import (
     NO_MASKS,
-    Adjustments,
     Draw,
     Masks,
     drawn_scores,
@@ -28,7 +28,7 @@ from loraplex.worker.engine.sampling.sampler import (
     log_totals,
     sample_with_torch,
 )
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 from loraplex.worker.engine_api import Failure
 
 # Return the log probabilities of tokens, and the vector of a text; called when the step is done on the device.

@@ -1,4 +1,4 @@
-"""Decides who runs: sequences that wait, sequences that run, and the rows of each tenant for its weight.
+"""Decides who runs: sequences that wait, sequences that run, the rows of each tenant for its weight, and all rows.
 
 A sequence may be preempted for one that waits where its tenant keeps at least as many rows, over its weight, as the
 other tenant then has. So the two never take a row from each other by turns.
@@ -14,8 +14,10 @@ from operator import attrgetter
 from typing import Any
 
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
+from loraplex.worker.engine.scheduling.batch import Batch
 from loraplex.worker.engine.scheduling.blocks import BlockManager
 from loraplex.worker.engine.scheduling.sequence import Sequence, SequenceState
+from loraplex.worker.engine_api import EngineLimits
 
 # Minimum number of tokens that a sequence makes before it is preempted for another tenant: what is computed again then
 # is little beside what it has made.
@@ -264,3 +266,42 @@ class RunningSequences:
         """Raise an integrity error unless exactly these sequences hold blocks and pins. Takes time O(blocks)."""
         self._blocks.check(self.in_rank)
         self._adapters.check(Counter(running.spec.adapter.digest for running in self.in_rank if running.spec.adapter))
+
+
+class MemoryCeilings:
+    """The maximum number of running sequences, and of tokens in a step's chunks.
+
+    They fall when a step runs out of memory, and rise again as sequences end.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._unlimited_tokens = limits.rows * limits.max_tokens
+        self.rows = limits.rows
+        self.chunk_tokens = self._unlimited_tokens
+
+    def lower(self, batch: Batch, running: RunningSequences) -> Sequence | None:
+        """Make the next batch smaller than this one, for which memory was not enough; return one that was alone.
+
+        Drafts are halved first. Where chunks were most of it, they are halved from now on; else the last sequence in
+        rank is preempted, and its place stays empty.
+        """
+        plain = sum(not row.place for row in batch.rows)
+        if plain < len(batch.rows):
+            self.rows = max(plain, len(batch.rows) // 2)
+            return None
+        chunk_tokens = batch.tokens - batch.decodes
+        if chunk_tokens > batch.decodes:
+            self.chunk_tokens = chunk_tokens // 2
+            return None
+        last = max((row.sequence for row in batch.rows), key=by_rank)
+        if len(batch.rows) == 1:
+            return last
+        running.preempt(last)
+        self.rows = len(running)
+        return None
+
+    def lift(self) -> None:
+        """Allow one more sequence and twice the tokens, because a sequence has ended and freed its memory."""
+        self.rows = min(self.rows + 1, self._limits.rows)
+        self.chunk_tokens = min(2 * self.chunk_tokens, self._unlimited_tokens)

@@ -24,7 +24,7 @@ from collections.abc import Sequence as Ids
 from math import exp, log
 from operator import mul
 
-from loraplex.worker.engine.scheduling.sequence import Batch, Row
+from loraplex.worker.engine.scheduling.batch import Batch, Row
 
 # Predicted time of a step with a chunk, as a share of the target: one step in a hundred takes 1.3 times as long as
 # predicted where nothing else runs on the machine, and the target is for all but one gap in a hundred.

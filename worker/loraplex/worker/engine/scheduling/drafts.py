@@ -10,7 +10,8 @@ from collections.abc import Sequence as Ids
 from importlib import import_module
 from typing import Protocol
 
-from loraplex.worker.engine.scheduling.sequence import Batch, Sequence
+from loraplex.worker.engine.scheduling.batch import Batch
+from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import Removal, Speculation
 
 # Module of the drafter.

@@ -18,28 +18,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ids
-from dataclasses import replace
 from itertools import zip_longest
-from operator import attrgetter
 from typing import Any
 
 from loraplex.contracts.options import FinishReason, TokenLogprobs
 from loraplex.worker.engine.scheduling.adapter_cache import AdapterCache
 from loraplex.worker.engine.scheduling.admission import (
     RUN_TOKENS,
+    MemoryCeilings,
     RowShares,
     RunningSequences,
     WaitingSequences,
-    by_rank,
 )
+from loraplex.worker.engine.scheduling.batch import Batch, BatchPlan, Row
 from loraplex.worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
 from loraplex.worker.engine.scheduling.drafts import Drafter
 from loraplex.worker.engine.scheduling.grammars import GrammarThread, Prepared
 from loraplex.worker.engine.scheduling.sequence import (
     OUT_OF_MEMORY,
-    Batch,
-    Row,
     Sequence,
     SequenceState,
     adapter_failure,
@@ -48,96 +45,6 @@ from loraplex.worker.engine.scheduling.sequence import (
     output_of,
 )
 from loraplex.worker.engine_api import EngineLimits, EngineStats, Failure, NewSequence, Output, SequenceRefusedError
-
-
-class MemoryCeilings:
-    """The maximum number of running sequences, and of tokens in a step's chunks.
-
-    They fall when a step runs out of memory, and rise again as sequences end.
-    """
-
-    def __init__(self, limits: EngineLimits) -> None:
-        self._limits = limits
-        self._unlimited_tokens = limits.rows * limits.max_tokens
-        self.rows = limits.rows
-        self.chunk_tokens = self._unlimited_tokens
-
-    def lower(self, batch: Batch, running: RunningSequences) -> Sequence | None:
-        """Make the next batch smaller than this one, for which memory was not enough; return one that was alone.
-
-        Drafts are halved first. Where chunks were most of it, they are halved from now on; else the last sequence in
-        rank is preempted, and its place stays empty.
-        """
-        plain = sum(not row.place for row in batch.rows)
-        if plain < len(batch.rows):
-            self.rows = max(plain, len(batch.rows) // 2)
-            return None
-        chunk_tokens = batch.tokens - batch.decodes
-        if chunk_tokens > batch.decodes:
-            self.chunk_tokens = chunk_tokens // 2
-            return None
-        last = max((row.sequence for row in batch.rows), key=by_rank)
-        if len(batch.rows) == 1:
-            return last
-        running.preempt(last)
-        self.rows = len(running)
-        return None
-
-    def lift(self) -> None:
-        """Allow one more sequence and twice the tokens, because a sequence has ended and freed its memory."""
-        self.rows = min(self.rows + 1, self._limits.rows)
-        self.chunk_tokens = min(2 * self.chunk_tokens, self._unlimited_tokens)
-
-
-_by_slot = attrgetter("adapter_slot")
-
-
-class BatchPlan:
-    """Rows of one id and chunks of prompts, in the order in which they were scheduled."""
-
-    def __init__(self) -> None:
-        self.singles: list[Row] = []
-        self._chunks: list[Row] = []
-
-    def add_row(self, sequence: Sequence, count: int) -> None:
-        """Add a sequence's next `count` ids: they count as computed, and a placeholder follows if one is sampled."""
-        start = sequence.computed
-        sequence.computed = start + count
-        samples = sequence.computed == sequence.length
-        sequence.placeholders += samples
-        (self.singles if count == 1 else self._chunks).append(Row(sequence, start, count, samples, sequence.epoch))
-
-    def add_chunk(self, sequence: Sequence, budget: ChunkBudget) -> None:
-        """Add as many of a sequence's next ids as the budget allows, if any: up to its invocation, or after it."""
-        start, invoked_at = sequence.computed, sequence.spec.invoked_at
-        count = budget.take(start, (invoked_at if start < invoked_at else sequence.length) - start)
-        if count:
-            self.add_row(sequence, count)
-
-    @property
-    def followable(self) -> Iterable[Row]:
-        """Return the rows that a draft may follow; none beside chunks, which take as long as they may already."""
-        return (row for row in self.singles if not self._chunks and row.takes_draft)
-
-    def add_drafts(self, drafts: Mapping[Sequence, tuple[int, ...]]) -> None:
-        """Let rows for each id of a draft follow that of its sequence's last id."""
-        singles, self.singles = self.singles, []
-        for row in singles:
-            draft = drafts.get(row.sequence, ())
-            row.sequence.computed += len(draft)
-            row.sequence.placeholders += len(draft)
-            self.singles += [
-                replace(row, start=row.start + place, draft=draft, place=place) for place in range(len(draft) + 1)
-            ]
-
-    def batch(self) -> Batch | None:
-        """Return the batch, or None where there are no rows."""
-        if not self.singles and not self._chunks:
-            return None
-        self.singles.sort(key=_by_slot)
-        self._chunks.sort(key=_by_slot)
-        tokens = len(self.singles) + sum(row.count for row in self._chunks)
-        return Batch((*self.singles, *self._chunks), len(self.singles), tokens)
 
 
 class SequenceScheduler(ABC):
@@ -441,13 +348,13 @@ class Scheduler(SequenceScheduler):
         for parts, sequence in zip(range(len(firsts), 0, -1), shortest_first, strict=True):
             share = budget.split(parts)
             if share.room_for(1):
-                plan.add_chunk(sequence, share)
+                _add_chunk(plan, sequence, share)
             budget.join(share)
         for sequence in prefilling:
             if budget.room_for(1) and firsts[sequence.spec.tenant] is not sequence:
-                plan.add_chunk(sequence, budget)
+                _add_chunk(plan, sequence, budget)
         while budget.room_for(1) and (newcomer := self._admit()) is not None:
-            plan.add_chunk(newcomer, budget)
+            _add_chunk(plan, newcomer, budget)
 
     def commit(
         self,
@@ -543,3 +450,11 @@ class Scheduler(SequenceScheduler):
         super()._end(sequence)
         if not self._sequences and self.blocks.referenced:
             raise BlockIntegrityError(f"{self.blocks.referenced} blocks are referenced by no sequence")
+
+
+def _add_chunk(plan: BatchPlan, sequence: Sequence, budget: ChunkBudget) -> None:
+    """Add as many of a sequence's next ids as the budget allows, if any: up to its invocation, or after it."""
+    start, invoked_at = sequence.computed, sequence.spec.invoked_at
+    count = budget.take(start, (invoked_at if start < invoked_at else sequence.length) - start)
+    if count:
+        plan.add_row(sequence, count)
