@@ -1,4 +1,4 @@
-"""A content hook (docs/guides/content-hooks.md) that refuses one word: `python content_hook.py 127.0.0.1:9000`."""
+"""A content hook (docs/guides/security.md) that refuses one word: `python content_hook.py 127.0.0.1:9000`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/adapter-fields.md has every field of a LoRA configuration that the code and peft know."""
+"""docs/reference/adapter-files.md has every field of a LoRA configuration that the code and peft know."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from loraplex.contracts.artifacts import MismatchError
 from loraplex.contracts.artifacts.peft_config import ACCEPTED, WHY_REFUSED, parse_peft_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-fields.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-files.md"
 
 
 # An example of each accepted field, and examples of refused ones with the error's message.

@@ -1,4 +1,4 @@
-"""Each directory of docs/reference/adapter-directories.md is pushed: it answers as peft does, or is refused
+"""Each directory of docs/reference/adapter-files.md is pushed: it answers as peft does, or is refused
 with what to do.
 """
 
@@ -27,14 +27,14 @@ from tests.clients.trained_directories import REFUSED, SERVED, TIED, load
 from tests.worker.engine.peft_oracle import MARGIN, PeftOracle
 
 pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("ignore")]
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-directories.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-files.md"
 PROMPT = (3, 7, 1, 12, 5)
 TOKENS = 8
 
 
 def test_the_page_has_every_directory() -> None:
     # Ignore line breaks and capital letters: the page wraps its lines, and items begin with a capital.
-    served, refused = (" ".join(part.lower().split()) for part in PAGE.read_text().split("\n## ")[1:])
+    served, refused = (" ".join(part.lower().split()) for part in PAGE.read_text().split("\n## ")[3:])
     assert [name for name in SERVED if name.lower() not in served] == []
     assert [name for name in REFUSED if name.lower() not in refused] == []
     assert set(SAYS) <= set(SERVED)

@@ -1,5 +1,5 @@
 """Directories of adapters as trainers, converters and hubs leave them, by their names in
-docs/reference/adapter-directories.md.
+docs/reference/adapter-files.md.
 
 Each maker gets the base's directory and an empty one, which it fills; it returns a directory that peft reads, whose
 answers the adapter is to have, or None for one that is refused.

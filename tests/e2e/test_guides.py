@@ -20,7 +20,7 @@ from tests.valkey_server import ValkeyServer
 ROOT = Path(__file__).parents[2]
 # Ends what a reader would end with Ctrl-C.
 _END = "kill $(jobs -p) 2> /dev/null || true; wait"
-GUIDES = ("adapters", "chat", "encoders", "limits", "loadtest", "quantization", "quotas", "structured-answers")
+GUIDES = ("adapters", "chat", "loadtest", "quantization", "quotas", "structured-answers", "vectors")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.model]
 

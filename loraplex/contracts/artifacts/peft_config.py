@@ -102,7 +102,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 # Fields that other trainers write beside peft's, which say how they trained: unsloth's and ms-swift's.
 _OF_TRAINERS = {"lora_dtype", "lorap_emb_lr", "lorap_lr_ratio", "unsloth_fixed", "unsloth_version"}
-# Fields that may differ from their default; docs/reference/adapter-fields.md lists them, and the refused ones.
+# Fields that may differ from their default; docs/reference/adapter-files.md lists them, and the refused ones.
 ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT | _OF_TRAINERS)
 _PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
 _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -47,7 +47,7 @@ def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
         ("grpc.max_connection_age_ms", AGE_MS),
         ("grpc.max_connection_age_grace_ms", GRACE_MS),
         # With this estimate of bandwidth a call takes megabytes that nobody has asked for, as much as its client can
-        # send. Without it long messages take more round trips: docs/guides/limits.md, Distant clients.
+        # send. Without it long messages take more round trips: docs/guides/quotas.md, Distant clients.
         ("grpc.http2.bdp_probe", 0),
     ]
 

@@ -61,7 +61,7 @@ class RouterSettings(AccessSettings):
     open_bytes_limit: int = setting("maximum bytes of open calls' requests", 1 << 28, least=2 * MESSAGE_BYTES)
     usage_file: str = setting("file that usage events are appended to (docs/guides/quotas.md)", "")
     usage_url: str = setting("HTTP collector that usage events are posted to; Redis keeps them until it takes them", "")
-    content_hook: str = setting("gRPC service that checks prompts and answers (docs/guides/content-hooks.md)", "")
+    content_hook: str = setting("gRPC service that checks prompts and answers (docs/guides/security.md)", "")
     adapter_mib_tokens: float = setting("prompt tokens charged per MiB of an adapter that is loaded", 10.0)
     client_stall_s: float = setting("seconds after which a client that reads nothing is disconnected", 10.0, above=0)
     drain_s: float = setting("seconds that running requests may take after SIGTERM", 5.0)
