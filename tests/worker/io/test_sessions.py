@@ -10,8 +10,9 @@ import pytest
 
 from loraplex.worker.engine_api import CaptureFailedError, EngineConfig
 from loraplex.worker.io.app import START_DEATHS_LIMIT, EngineSession, run_sessions
-from loraplex.worker.io.engine_client import EngineLostError, EngineUnusableError
+from loraplex.worker.io.engine_client import EngineLostError, EngineProcess, EngineUnusableError
 from loraplex.worker.io.metrics import WorkerMetrics
+from loraplex.worker.ipc import Configure, Ready
 
 
 class Sessions:
@@ -61,22 +62,45 @@ async def test_a_worker_that_has_served_starts_another_engine_however_many_die()
 
 
 class Starts(EngineSession):
-    """A session whose engine cannot be started with graphs; it stops where it is started without."""
+    """A session whose engine cannot capture its steps, and dies without graphs; the third of these stops the worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: asyncio.Event, configs: list[EngineConfig]) -> None:
         base, telemetry = SimpleNamespace(name="m"), SimpleNamespace(worker_id="w")
         settings = SimpleNamespace(cell="0", engine_config=lambda: EngineConfig("m"))
         super().__init__(*cast(Any, (settings, base, None, None, None, telemetry, None)))
-        self.configs: list[EngineConfig] = []
+        self._stop, self._configs = stop, configs
 
-    async def _run(self, config: EngineConfig, stop: asyncio.Event) -> None:
-        self.configs.append(config)
-        if config.graphs:
+    async def _prepare(self, engine: EngineProcess) -> Ready:
+        return await engine.ready()
+
+    async def start(self, configure: Configure) -> Starts:
+        """Start its engine, which is this object."""
+        self._configs.append(configure.config)
+        return self
+
+    async def ready(self) -> Ready:
+        """Fail as the engine does."""
+        if self._configs[-1].graphs:
             raise CaptureFailedError("decode steps run without CUDA graphs, capturing them failed: out of memory")
+        if len(self._configs) == 4:
+            self._stop.set()
+        self.served = True
+        raise EngineLostError("the engine process 7 ended (signal 11, SIGSEGV)")
+
+    async def stop(self) -> None:
+        """Stop the engine."""
 
 
-async def test_an_engine_whose_capture_fails_is_started_again_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    session = Starts()
-    await session.run(asyncio.Event())
-    assert session.configs == [EngineConfig("m"), EngineConfig("m", graphs=False)]
-    assert "capturing them failed: out of memory; the engine starts again" in caplog.text
+async def test_once_a_capture_has_failed_no_engine_of_the_worker_tries_graphs_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, configs = asyncio.Event(), list[EngineConfig]()
+
+    def start() -> Starts:
+        session = Starts(stop, configs)
+        monkeypatch.setattr("loraplex.worker.io.app.EngineProcess.start", session.start)
+        return session
+
+    await run_sessions(start, stop, WorkerMetrics(), restart_s=0.0)
+    assert configs == [EngineConfig("m"), *[EngineConfig("m", graphs=False)] * 3]
+    assert "capturing them failed: out of memory; engines start without graphs from now on" in caplog.text

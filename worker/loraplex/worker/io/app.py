@@ -35,7 +35,7 @@ from loraplex.runtime.telemetry.metrics import serve_metrics
 from loraplex.runtime.telemetry.tracing import set_up_tracing
 from loraplex.runtime.tenancy.audit_log import AuditLog
 from loraplex.runtime.tenancy.auditor import WINDOW_S, RefusedCallers
-from loraplex.worker.engine_api import CaptureFailedError, EngineConfig
+from loraplex.worker.engine_api import CaptureFailedError
 from loraplex.worker.io.adapters.disk import DiskTier
 from loraplex.worker.io.adapters.fetch import PROBE_S, AdapterFetcher, DownloadTimeouts
 from loraplex.worker.io.commands import OperatorCommands, TenantData, drop_gone_revisions
@@ -84,6 +84,7 @@ class EngineSession:
     """The life of one engine process. `served`: it was ready, and this worker took jobs for it.
 
     `former`: the worker's state with the engine before, where that served; `state`: its own, at the last beat.
+    `graphs`: its decode steps are CUDA graphs, unless capturing them has failed in this worker.
     """
 
     def __init__(
@@ -112,18 +113,11 @@ class EngineSession:
         self.served = False
         self.former: WorkerState | None = None
         self.state: WorkerState | None = None
+        self.graphs = True
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until told to stop. Raises EngineLostError or EngineUnusableError."""
-        config = self._settings.engine_config()
-        try:
-            await self._run(config, stop)
-        except CaptureFailedError as error:
-            log.warning("%s; the engine starts again", error)
-            await self._run(replace(config, graphs=False), stop)
-
-    async def _run(self, config: EngineConfig, stop: asyncio.Event) -> None:
-        engine = await EngineProcess.start(Configure(config))
+        """Serve until told to stop. Raises EngineLostError, EngineUnusableError or CaptureFailedError."""
+        engine = await EngineProcess.start(Configure(replace(self._settings.engine_config(), graphs=self.graphs)))
         try:
             ready = await unless_stopped(stop, self._prepare(engine))
             if ready is not None:
@@ -440,12 +434,15 @@ async def run_sessions(
 
     Raises EngineUnusableError, also where START_DEATHS_LIMIT engines died and none has served.
     """
-    pause_s, ever_served, start_deaths, former = restart_s, False, 0, None
+    pause_s, ever_served, start_deaths, former, graphs = restart_s, False, 0, None, True
     while not stop.is_set():
         session = new_session()
-        session.former = former
+        session.former, session.graphs = former, graphs
         try:
             await session.run(stop)
+        except CaptureFailedError as error:
+            log.warning("%s; engines start without graphs from now on", error)
+            graphs = False
         except EngineLostError as error:
             metrics.engines_lost.inc()
             log.error("%s; %s", error, "stopping" if stop.is_set() else "starting another")
