@@ -23,7 +23,9 @@ def rewrite(page: str, report: Mapping[str, Any]) -> str:
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(page)) != 1:
         raise MarkersMissingError(f"the page must have one line {begin} and after it one line {end}")
-    return pattern.sub(lambda _: f"{begin}\n{markdown(report)}\n{end}", page)
+    # Ratios without an aim follow from the tables: --json has them, the page does not.
+    ratios = {key: value for key, value in report["ratios"].items() if report["aims"][key] != "reported"}
+    return pattern.sub(lambda _: f"{begin}\n{markdown({**report, 'ratios': ratios})}\n{end}", page)
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -33,7 +35,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     aims = {key: "" if aim == "reported" else f" ({aim})" for key, aim in report["aims"].items()}
     ratios = "\n".join(f"- `{key}`: {cell(value)}{aims[key]}" for key, value in report["ratios"].items())
     rows = report["rows"] if report.get("page_rows") is None else report["page_rows"]
-    return "\n\n".join((where, *_tables(rows), ratios))
+    return "\n\n".join(filter(None, (where, *_tables(rows), ratios)))
 
 
 def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
