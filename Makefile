@@ -45,8 +45,8 @@ SWAPS ?= 10000
 RELEASES ?= 2000
 RELEASE_KILLS ?= 50
 OPERATOR_KILLS ?= 20
-PROMPTS ?= 100
-COMPOSITIONS ?= 12
+PROMPTS ?= 40
+COMPOSITIONS ?= 6
 FUZZ_SECONDS ?= 600
 # Questions of each task of `make evaluate`.
 QUESTIONS ?= 40
@@ -241,7 +241,8 @@ real: $(STAMP) $(REAL) ## Fetch a real model and encoder and compare hundreds of
 	$(BIN)/python -m examples.check
 
 company: $(STAMP) ## Compare answers alone and in random batches, bit by bit, in every dtype of the CPU
-	PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS) SEED=$(SEED) $(BIN)/pytest -q -s -m "" tests/worker/engine/test_company.py
+	PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS) SEED=$(SEED) $(BIN)/pytest -n $$(getconf _NPROCESSORS_ONLN) --dist worksteal -m "" \
+		tests/worker/engine/test_company.py
 
 holds: $(STAMP) ## Run tests/e2e and check how long each process holds its event loop: at most 50 ms of processor time
 	HOLDS=1 $(PYTEST) tests/e2e

@@ -15,6 +15,8 @@ from loraplex.contracts.broker.connection import connect
 
 # Among the results of tests the lines of gRPC's C library about connections that end are noise.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# OpenMP's threads, too, sleep while they wait: spinning, they take the cores from the suite's other processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks", "tests.file_order"]
 

@@ -47,15 +47,15 @@ class Text:
         return sequence
 
 
-# The bytes of a position's logits, the log probability of the id that follows, and the id that is sampled.
-Numbers = tuple[bytes, float, int]
+# The bytes of a position's logits; if `sampled`, the log probability of the id that follows and the id that is sampled.
+Numbers = tuple[bytes, float, int] | tuple[bytes]
 
 
 class PositionSteps:
     """Computes positions of texts by an engine's own runner, over blocks of its cache; the engine has no work."""
 
-    def __init__(self, runner: Any, vocab: int) -> None:
-        self._runner, self._vocab = runner, vocab
+    def __init__(self, runner: Any, vocab: int, *, sampled: bool) -> None:
+        self._runner, self._vocab, self._sampled = runner, vocab, sampled
         self._block_size: int = runner._cache.block_size
 
     def one_by_one(self, text: Text) -> list[Numbers]:
@@ -111,6 +111,8 @@ class PositionSteps:
         logits: Tensor = self._runner.execute(layout)
         assert len(logits) == len(wanted)
         raw = [row.view(torch.uint8).numpy().tobytes() for row in logits]
+        if not self._sampled:
+            return [(one,) for one in raw]
         following = torch.tensor([text.ids[at + 1] for text, at in wanted])
         logprobs = [each.logprob for each in token_logprobs(logits, following, [2] * len(wanted))()]
         sampled = sample(logits, [self._draw(text, at) for text, at in wanted]).tolist()
