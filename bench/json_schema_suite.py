@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, permutations, product
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -38,7 +37,8 @@ _PAGE = """# JSON schemas: what is enforced
 
 How a [`json_schema`](../guides/structured-answers.md) treats the cases of the official [JSON-Schema test
 suite](https://github.com/json-schema-org/JSON-Schema-Test-Suite), draft 2020-12 with its optional files. A case is a
-value that a schema allows or forbids. `make json-schema-suite` writes this page.
+value that a schema allows or forbids. `make json-schema-suite` writes this page; `python -m bench.json_schema_suite DIR
+--reasons` lists what is refused and left out, by file.
 
 - **Enforced**: an answer can be the value exactly where the schema allows it.
 - **Refused**: the request ends with INVALID_ARGUMENT, which names the keyword by its path.
@@ -136,15 +136,7 @@ def _few(value: Any) -> Iterator[Any]:
 
 def page(tallies: Mapping[str, Tally]) -> str:
     """Return the page of docs/."""
-    counts = {name: (t.enforced, t.refused, len(t.left_out), len(t.wrong)) for name, t in tallies.items()}
-    # Others are enforced or refused as a whole, as the guide says.
-    in_part = [
-        f"`{name}` {'/'.join(map(str, count[:3]))}"
-        for name, count in counts.items()
-        if any(count[1:]) and any((count[0], *count[2:]))
-    ]
-    text = f"Of files with both, cases enforced/refused/left out: {', '.join(in_part)}."
-    return f"{_PAGE}{_total(tallies)}\n\n{fill(text, 120, break_on_hyphens=False, break_long_words=False)}\n"
+    return f"{_PAGE}{_total(tallies)}\n"
 
 
 def _total(tallies: Mapping[str, Tally]) -> str:

@@ -28,9 +28,9 @@ PROCESSES: dict[str, type[Any]] = {
 HEAD = """# Settings
 
 Flags with their defaults, as `loraplex router --help` and so on print them; without a default a setting is off or
-empty. A flag wins over its environment variable: `--relay-port` of the router is `LORAPLEX_ROUTER_RELAY_PORT`; the
-other prefixes are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_RUNNER_`,
-`LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. `python -m tests.test_settings_page` writes this page.
+empty. A flag wins over its variable: `--relay-port` of the router is `LORAPLEX_ROUTER_RELAY_PORT`; the other prefixes
+are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_RUNNER_`, `LORAPLEX_SCALER_` and
+`LORAPLEX_OPERATOR_`. `python -m tests.test_settings_page` writes this page.
 
 ## In several processes
 

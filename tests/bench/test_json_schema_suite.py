@@ -35,4 +35,3 @@ def test_cases_are_enforced_refused_left_out_or_wrong(tmp_path: Path) -> None:
     assert counts == {"properties": (4, 2, 0, 0), "format": (0, 0, 1, 1)}
     written = page(tallies | {"const": Tally(enforced=3), "not": Tally(refused=2)})
     assert "Of 13 cases **7 are enforced, 4 refused, 1 left out, 1 wrong**." in written
-    assert "Of files with both, cases enforced/refused/left out: `format` 0/0/1, `properties` 4/2/0.\n" in written

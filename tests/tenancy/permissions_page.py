@@ -14,11 +14,9 @@ The roles that may call each RPC, by port. Any other call gets PERMISSION_DENIED
 
 - **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for workers and
   other routers. Without credentials one port serves all, and every caller has every role.
-- **Scopes**, in brackets, narrow a role: a key or token that has scopes may call only the methods of these scopes.
-  `generate` includes `tokenize`.
-- **Workers** call DownloadRevision with a router's grant for that revision.
-- **ExternalScaler** has a port of its own, without credentials, because KEDA sends none. With TLS it asks for a
-  certificate.
+- **Scopes**, in brackets: a key or token that has scopes may call only their methods. `generate` includes `tokenize`.
+- **Workers** call DownloadRevision with a router's grant.
+- **ExternalScaler** has its own port, without credentials, because KEDA sends none. With TLS it asks for a certificate.
 """
 
 

@@ -23,6 +23,6 @@ async def test_scripts(cluster: Cluster, tmp_path: Path, name: str) -> None:
 def test_the_page_has_the_versions_that_are_tried() -> None:
     page = (ROOT / "docs/reference/http.md").read_text(encoding="utf-8")
     _, section = page.split("\n## Client libraries\n")
-    rows = re.findall(r"^\| `(\S+)`(?: of npm)? \| ([\d.]+) \|", section, re.MULTILINE)
+    rows = re.findall(r"^- `(\S+)`(?: of npm)? ([\d.]+): ", section, re.MULTILINE)
     tried = [library for library in LIBRARIES if library.packages]
     assert rows == [(re.split("==|@", library.packages[0])[0], library.version) for library in tried]
