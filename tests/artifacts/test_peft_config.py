@@ -292,3 +292,20 @@ def test_the_last_occurrence_of_an_invocation_counts() -> None:
         ((5, 7), (7,), None),
     ):
         assert last_occurrence(ids, prompt) == at
+
+
+def test_a_hostile_prompt_is_searched_in_linear_time() -> None:
+    compared = 0
+
+    class Token(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return isinstance(other, int) and int(self) == int(other)
+
+    count = 1_000
+    for ids in ((5,) * 63 + (7,), (7,) + (5,) * 63, (5,) * 32 + (7,) + (5,) * 31):
+        assert last_occurrence(tuple(map(Token, ids)), tuple(Token(5) for _ in range(count))) is None
+    assert compared < 3 * 2 * count

@@ -9,6 +9,7 @@ at. The keys and values before it are the base's, so that all requests after one
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
@@ -53,8 +54,7 @@ def check_invocation(ids: tuple[int, ...], vocab_size: int) -> None:
 
 def last_occurrence(ids: tuple[int, ...], prompt: tuple[int, ...]) -> int | None:
     """Return the position of the last occurrence of ids in a prompt; None: it has none."""
-    first, count = ids[0], len(ids)
-    for at in range(len(prompt) - count, -1, -1):
-        if prompt[at] == first and prompt[at : at + count] == ids:
-            return at
-    return None
+    # One byte an id lets `find` search, in linear time, a prompt that repeats most of the ids.
+    codes = {token: code for code, token in enumerate(ids, 1)}
+    after = bytes(map(codes.get, reversed(prompt), repeat(0))).find(bytes(codes[token] for token in reversed(ids)))
+    return None if after < 0 else len(prompt) - after - len(ids)
