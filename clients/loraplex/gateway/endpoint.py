@@ -292,14 +292,20 @@ class OpenRequests:
         self.bytes = Shares(BODIES_BYTES)
 
     @contextmanager
-    def running(self, caller: str) -> Iterator[None]:
-        """Count a request while the context is open. Raises HttpError."""
-        if not self._running.take(caller):
+    def running(self, caller: str, *, is_paused: bool = False) -> Iterator[str]:
+        """Count a request while the context is open; yields the name of its share. Raises HttpError.
+
+        Calls that a pause holds have a share of their own: their tenant's other keys need the usual one.
+        """
+        share = f"paused {caller}" if is_paused else caller
+        if not self._running.take(share):
+            if is_paused:
+                raise full("holds as many calls of paused keys as it may; call /resume")
             raise full("runs as many requests as it may")
         try:
-            yield
+            yield share
         finally:
-            self._running.give(caller)
+            self._running.give(share)
 
 
 class HttpEndpoint:
@@ -353,15 +359,17 @@ class HttpEndpoint:
         if self._gateway.cookies is not None and self.path.startswith(_OF_PEOPLE):
             exchange.headers = self._gateway.cookies.as_bearer(exchange.headers)
         caller = await self._gateway.cluster.counted_as(exchange.headers)
-        with nullcontext() if handler in _ALWAYS else self._open.running(caller):
+        sampler = await self._gateway.cluster.identity(exchange.headers) if self._operation in _SAMPLING else None
+        is_paused = sampler is not None and self._gateway.trainers.is_paused(sampler)
+        with nullcontext(caller) if handler in _ALWAYS else self._open.running(caller, is_paused=is_paused) as share:
             try:
-                body = b"" if handler in _READS_BODY else await exchange.read_body(self._open.bytes, caller)
+                body = b"" if handler in _READS_BODY else await exchange.read_body(self._open.bytes, share)
                 call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller, span)
                 with span.current():
-                    work = asyncio.create_task(_run(handler, call, samples=self._operation in _SAMPLING))
+                    work = asyncio.create_task(_run(handler, call, sampler))
                 await _unless_left(exchange, work)
             finally:
-                self._open.bytes.give(caller, exchange.body_bytes)
+                self._open.bytes.give(share, exchange.body_bytes)
 
     def _failure(self, error: BaseException) -> HttpError:
         if isinstance(error, HttpError):
@@ -387,13 +395,12 @@ class HttpEndpoint:
 _SAMPLING = ("chat", "text_completion")
 
 
-async def _run(handler: Handler, call: HttpCall, *, samples: bool) -> None:
-    if not samples:
+async def _run(handler: Handler, call: HttpCall, sampler: bytes | None) -> None:
+    if sampler is None:
         await handler(call)
         return
     began = time.monotonic()
-    caller = await call.cluster.identity(call.exchange.headers)
-    async with call.trainers.sampling(caller, call.timeout_s):
+    async with call.trainers.sampling(sampler, call.timeout_s):
         if call.timeout_s is not None:
             call.timeout_s = max(1e-3, call.timeout_s - (time.monotonic() - began))
         await handler(call)

@@ -29,10 +29,10 @@ SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": []}
 
 
 class Caller:
-    """Stands for a cluster whose callers are what the header Authorization says."""
+    """Stands for a cluster whose callers are what the header Authorization says, of the tenant that X-Tenant says."""
 
     async def counted_as(self, headers: Headers) -> str:
-        return headers.get("authorization", "")
+        return headers.get("x-tenant", headers.get("authorization", ""))
 
     async def identity(self, headers: Headers, *, fresh: bool = False) -> bytes:
         return headers.get("authorization", "").encode()
@@ -130,6 +130,31 @@ async def test_a_caller_whose_requests_all_wait_may_resume() -> None:
     assert (await client.ask(loud))[0] == 200
     assert not client.trainers.is_paused(b"Bearer loud")
     assert (await Client(is_paused, running=4).ask(loud)) == (200, '{"is_paused":false}')
+
+
+async def test_calls_that_a_pause_holds_leave_room_to_other_keys_of_their_tenant() -> None:
+    async def answers(call: HttpCall) -> None:
+        await call.exchange.answer({})
+
+    clients = [Client(answers) for _ in range(6)]
+    first, endpoint = clients[0], clients[0]._endpoint
+    trainer, other = (((b"x-tenant", b"acme"), (b"authorization", key)) for key in (b"trainer", b"other"))
+    first.trainers.pause(b"trainer", "acme")
+    for client in clients:
+        client._endpoint = endpoint
+    held = [asyncio.create_task(client.ask(trainer)) for client in clients[:4]]
+    while endpoint._open.bytes._taken < 4 * len(b"{}"):  # noqa: ASYNC110  # they wait for /resume
+        await asyncio.sleep(0)
+    status, body = await clients[4].ask(trainer)
+    assert (status, json.loads(body)["error"]["message"]) == (
+        503,
+        "the gateway holds as many calls of paused keys as it may; call /resume",
+    )
+    assert (await clients[5].ask(other))[0] == 200
+    first.trainers.resume(b"trainer")
+    assert [status for status, _ in await asyncio.gather(*held)] == [200] * 4
+    assert not endpoint._open._running._of_tenant
+    assert not endpoint._open.bytes._of_tenant
 
 
 async def test_a_paused_call_ends_with_its_deadline() -> None:
