@@ -303,6 +303,24 @@ async def test_a_batch_that_ends_its_runners_fails_no_other(call: Caller, clock:
         assert (await call("GetBatch", name=other.name)).batch.state == pb.BATCH_STATE_VALIDATING
 
 
+async def test_a_suspect_whose_runner_lives_holds_up_no_other(call: Caller, clock: Clock) -> None:
+    """Its lines may take hours, as those of another tenant do while no router answers."""
+    batches = [await call.batch() for _ in range(3)]
+    for _ in range(3):
+        for batch in batches:
+            assert (await call("LeaseBatch")).batch.name == batch.name
+        clock.add_s(6)  # their runners have ended
+    leases = list[Any]()
+    for batch in batches:
+        leases.append(await call("LeaseBatch"))
+        assert leases[-1].batch.name == batch.name
+        assert not (await call("LeaseBatch")).HasField("batch")
+        for _ in range(20):
+            clock.add_s(4)
+            for lease in leases:
+                await call.report(lease)
+
+
 async def test_a_window_ends_although_no_runner_has_checked_the_file(call: Caller, clock: Clock) -> None:
     batch = await call.batch(completion_window={"seconds": 60})
     lease = await call("LeaseBatch")

@@ -282,6 +282,10 @@ ALTER TABLE batches ADD COLUMN wait_end_ns INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE batches ADD COLUMN result_bytes INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE batches ADD COLUMN expire_ns INTEGER;
 """,
+    """
+-- The time until which a suspect that a runner has keeps other suspects waiting.
+ALTER TABLE batches ADD COLUMN trial_end_ns INTEGER NOT NULL DEFAULT 0;
+""",
 )
 # The digests and sizes of the blobs that rows need.
 BLOBS = (

@@ -8,8 +8,8 @@
 
 A runner has a batch for LEASE_S after each of its reports. Each lease has a number, and only the last one's holder may
 report: one that stood still writes nothing over its successor's work. A line's first result is the one that stays.
-A lease is an attempt, until the batch makes progress; after some it is a suspect, and runners have one of these at a
-time, so that one that ends its runners does not count as an attempt of others.
+A lease is an attempt, until the batch makes progress; after some it is a suspect. A suspect's lease begins with a trial
+of TRIAL_S without other suspects, so that one that ends its runner does not count as an attempt of others.
 Its calls block: make them in a thread.
 """
 
@@ -50,8 +50,9 @@ OPEN_BATCHES, LINES, ERRORS = 100, 50_000, 100
 KEPT = 10_000
 # Number of events that are kept for webhooks.
 _EVENTS = 100_000
-# Maximum number of attempts without progress, and that of a batch that is no suspect.
-ATTEMPTS, _UNSUSPECTED = 10, 3
+# Maximum number of attempts without progress, and that of a batch that is no suspect; time in seconds of a trial, in
+# which most that end their runners have done so, while lines of others may wait for hours.
+ATTEMPTS, _UNSUSPECTED, TRIAL_S = 10, 3, 60.0
 # Time in seconds before the attempt after a fault, which doubles with each of them, and for which a caller whose batch
 # has given its place back to others waits for its quota.
 FAULT_S, QUOTA_S = 10.0, 60.0
@@ -263,13 +264,14 @@ class Batches:
         now = time.time_ns()
         excepted = {f"tenant{place}": tenant for place, tenant in enumerate((*except_tenants, ""))}
         values = {"now": now, "unsuspected": _UNSUSPECTED, **excepted}
-        held = "SELECT tenant, attempts FROM batches WHERE is_open = 1 AND lease_end_ns >= :now"
+        held = "SELECT tenant, attempts, trial_end_ns FROM batches WHERE is_open = 1 AND lease_end_ns >= :now"
+        on_trial = "SELECT 1 FROM held WHERE attempts > :unsuspected AND trial_end_ns > :now"
         query = (
             f"WITH held AS ({held}), shares AS (SELECT tenant, count(*) AS number FROM held GROUP BY tenant) "
             "SELECT batches.* FROM batches LEFT JOIN shares ON shares.tenant = batches.tenant "
             "WHERE is_open = 1 AND lease_end_ns < :now AND wait_end_ns <= :now "
             f"AND batches.tenant NOT IN ({', '.join(f':{name}' for name in excepted)}) "
-            "AND (attempts < :unsuspected OR NOT EXISTS (SELECT 1 FROM held WHERE attempts > :unsuspected)) "
+            f"AND (attempts < :unsuspected OR NOT EXISTS ({on_trial})) "
             "ORDER BY coalesce(shares.number, 0), attempts > :unsuspected, batches.number LIMIT 1"
         )
         with self._database.reading() as rows:  # runners ask often, and beside other transactions
@@ -281,8 +283,9 @@ class Batches:
                 return None
             batch = row["batch"]
             rows.execute(
-                "UPDATE batches SET lease = lease + 1, attempts = attempts + 1, lease_end_ns = ? WHERE batch = ?",
-                (now + _LEASE_NS, batch),
+                "UPDATE batches SET lease = lease + 1, attempts = attempts + 1, lease_end_ns = ?, trial_end_ns = ? "
+                "WHERE batch = ?",
+                (now + _LEASE_NS, now + round(TRIAL_S * 1e9), batch),
             )
             ended = rows.execute("SELECT line FROM batch_results WHERE batch = ?", (batch,)).fetchall()
             found = _read(rows, batch)
