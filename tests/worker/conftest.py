@@ -74,7 +74,7 @@ def run_until_idle(
     outputs: dict[str, list[Output]] = {one.sequence_id: [] for some in arrivals.values() for one in some}
     arrivals = dict(arrivals)
     number = 0
-    give_up_at = time.monotonic() + 60
+    give_up_at = time.process_time() + 60  # not of the clock: other processes may take the cores
     while arrivals or not all(some and some[-1].finish for some in outputs.values()):
         for sequence in arrivals.pop(number, []):
             engine.add_sequence(sequence)
@@ -85,7 +85,7 @@ def run_until_idle(
             before.append(output)
         after_step(number)
         number += 1
-        assert time.monotonic() < give_up_at, "the engine does not come to an end"
+        assert time.process_time() < give_up_at, "the engine does not come to an end"
     engine.check()
     stats = engine.stats()
     assert (stats.rows_running, stats.rows_waiting, stats.blocks_referenced, stats.slots_pinned) == (0, 0, 0, 0)
