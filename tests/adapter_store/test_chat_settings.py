@@ -89,11 +89,11 @@ async def test_calls_at_the_same_time_share_a_reading() -> None:
         ("hermes", "loraplex_chat: is not a JSON object"),
         (
             {"templates": "x"},
-            "loraplex_chat.templates: is none of template, tool_template, system_prompt, ",
+            "loraplex_chat.templates: is not one of template, tool_template, system_prompt, ",
         ),
         ({"template": 1}, "loraplex_chat.template: is not a text"),
         ({"template": "x" * 300_000}, "loraplex_chat.template: is larger than"),
-        ({"tool_calls": "xml"}, "loraplex_chat.tool_calls: 'xml' is none of"),
+        ({"tool_calls": "xml"}, "loraplex_chat.tool_calls: 'xml' is not one of"),
         ({"tool_calls": {"opens": ["<a>"], "call": ["", 1, ""]}}, "loraplex_chat.tool_calls.call[1]: Expected `str`"),
         ({"tool_calls": {"\ud800": 1}}, "loraplex_chat.tool_calls: has half of a surrogate pair"),
         ({"reasoning": "think"}, "loraplex_chat.reasoning: Expected `object`, got `str`"),

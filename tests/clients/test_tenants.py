@@ -83,7 +83,7 @@ async def test_a_file_of_tenants_is_applied_once(store: str, tmp_path: Path, ada
         (("tokens_per_day: 2000000", "default_model: [a]"), "tenants.acme.plan.default_model: .* is not allowed"),
         (("2000000", "many"), "tenants.acme.plan.tokens_per_day: 'many' is not a number"),
         (("[generate]", "[all]"), "tenants.acme.keys.ci.scopes: a list of"),
-        (("tenant-admin", "operator"), "tenants.acme.keys.admin.role: 'operator' is none of"),
+        (("tenant-admin", "operator"), "tenants.acme.keys.admin.role: 'operator' is not one of"),
         (("support\n", "nothing\n"), "tenants.acme.adapters.Support-v1.2: .*nothing does not exist"),
         (("globex", "shared"), "tenants.shared: not a tenant's name"),
         (("plan: {}", "- x"), "tenants.globex: write NAME: VALUE lines"),

@@ -40,7 +40,7 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ({"enum": [2**60]}, "enum: .* is beyond 2.53"),
     ({"type": "integer", "minimum": "3"}, "minimum: is not a number"),
     ({"type": "string", "maxLength": -1}, "maxLength: -1 is not a whole number"),
-    ({"type": "strings"}, "type: 'strings' is none of"),
+    ({"type": "strings"}, "type: 'strings' is not one of"),
     ({"anyOf": []}, "anyOf: is not a list of schemas"),
     (properties(a=3), "properties.a: is not a schema"),
     # References that lead nowhere, out of the schema, or to what is not checked.

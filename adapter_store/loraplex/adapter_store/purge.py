@@ -69,7 +69,7 @@ _MOST_NAMES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """The result of a purge: names of what was removed, of what is left, and of files that others have too."""
+    """The result of a purge: names of what was removed, of what is left, and of files that other tenants share."""
 
     removed: list[str]
     left: list[str]
@@ -131,7 +131,7 @@ class TenantPurge:
         return removed, blobs
 
     def gone(self, digests: Sequence[str]) -> list[str]:
-        """Return those of the revisions, by digest, that the store has of no tenant, not even as deleted ones."""
+        """Return the digests that no tenant has in the store, deleted revisions included."""
         with self._database.reading() as rows:
             existing = {digest for (digest,) in rows.execute(_EXISTING.format(marks(digests)), (*digests, *digests))}
         return [digest for digest in digests if digest not in existing]
@@ -164,7 +164,7 @@ class TenantService(tenants_pb2_grpc.TenantServiceServicer):
         with refusals("tenant"):
             tenant = check_tenant(request.tenant)
         if tenant == SHARED:
-            raise InvalidField("tenant", f"{SHARED!r} is no tenant: delete the shared adapters one by one")
+            raise InvalidField("tenant", f"{SHARED!r} is not a tenant: delete the shared adapters one by one")
         purged = await asyncio.to_thread(self._purge.purge, tenant)
         log.info("%s: purged tenant %s, %d things", caller().name, tenant, len(purged.removed))
         return pb.PurgeTenantResponse(

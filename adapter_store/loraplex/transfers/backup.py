@@ -163,7 +163,7 @@ def _open_file(root: Path, blob: Blob) -> BlobReader:
 
 @contextmanager
 def _empty(destination: Place, work: Path, moves: bool) -> Iterator[tuple[DataDirectory, Database]]:
-    """Open a place to copy to, whose catalog has nothing yet, nor, if files come, does the rest of it."""
+    """Open an empty destination: its catalog is empty, and its files too if files will be copied."""
     root = Path(destination.directory or work)
     if destination.directory and moves and root.exists() and any(root.iterdir()):
         raise DataDirectoryError(f"--to: {root} is not empty")

@@ -48,7 +48,7 @@ class Progress:
     sockets: OpenSockets = field(default_factory=OpenSockets)
 
     def cancel(self) -> None:
-        """End the work, also where it waits for a source that sends nothing, or a byte now and then."""
+        """Cancel the transfer, also while it waits for a silent or slow source."""
         self.cancelled.set()
         self.sockets.cut()
 

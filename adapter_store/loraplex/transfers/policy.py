@@ -97,7 +97,7 @@ class Rule:
         return below and (not self.tenants or tenant in self.tenants)
 
     def read_secrets(self) -> dict[str, str]:
-        """Read the values of the credentials, as they are now. Raises Unavailable, which names none of them."""
+        """Read the current values of the credentials. Raises Unavailable, which contains no value."""
         values = {}
         for name, (kind, place) in self.secrets.items():
             try:

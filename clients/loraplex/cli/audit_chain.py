@@ -14,7 +14,7 @@ from loraplex.runtime.tenancy.audit_log import BEGINNING, ChainHead, parse
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a log; `values` is None where it is no record, `whole` False where it has no end."""
+    """A line of a log; `values` is None if it is not a record, `whole` False if it lacks its line end."""
 
     path: Path
     number: int

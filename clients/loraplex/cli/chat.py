@@ -149,7 +149,7 @@ class Conversation:
             case "/adapter":
                 self._use(rest.strip())
             case _ if command.startswith("/"):
-                raise CommandError(f"{command} is no command; /help lists them")
+                raise CommandError(f"{command} is not a command; /help lists them")
             case _:
                 self.answer(text)
 

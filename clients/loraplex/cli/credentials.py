@@ -249,7 +249,7 @@ def issue(
         raise CommandError(f"KIND: {kind} is not one of {', '.join(CERTIFICATE_KINDS)}")
     _check_subject(kind, name, "NAME")
     if host and kind not in {*SERVING_PARTS, "valkey"}:
-        raise CommandError(f"--host: a certificate of kind {kind} is no server's; leave it out")
+        raise CommandError(f"--host: a certificate of kind {kind} is not for servers; leave it out")
     ca, file = _authority(directory), f"{kind}-{name}"
     if (directory / f"{file}.pem").exists():
         raise CommandError(f"{directory / file}.pem exists already; `loraplex certs renew` makes it anew")

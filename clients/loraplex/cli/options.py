@@ -74,7 +74,7 @@ def _tenant(context: typer.Context) -> str:
 
 
 def _value(context: typer.Context, flag: str, variable: str, default: str) -> str:
-    """Return a flag's value: of the line that is typed, else of the environment, else its default."""
+    """Return a flag's value: from the typed line, the environment or its default, in this order."""
     return str(context.params.get(flag) or os.environ.get(variable) or default)
 
 

@@ -392,7 +392,7 @@ def _key(at: str, label: str, value: Any) -> KeySpec:
     fields = mapping(value, at, {"role", "scopes", "ttl"})
     role, scopes, ttl = fields.get("role", "tenant-user"), fields.get("scopes", []), fields.get("ttl")
     if role not in TENANT_ROLES:
-        raise CommandError(f"{at}.role: {role!r} is none of {', '.join(TENANT_ROLES)}")
+        raise CommandError(f"{at}.role: {role!r} is not one of {', '.join(TENANT_ROLES)}")
     if not isinstance(scopes, list) or not set(map(str, scopes)) <= SCOPES:
         raise CommandError(f"{at}.scopes: a list of {', '.join(sorted(SCOPES))}")
     return KeySpec(label, role, tuple(scopes), read_duration(f"{at}.ttl", str(ttl)) if ttl else None)

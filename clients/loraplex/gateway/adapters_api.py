@@ -133,7 +133,7 @@ class FilesForm:
         name = options.get(b"filename", b"").decode("utf-8", "replace")
         if b"filename" not in options:
             field = options.get(b"name", b"").decode("utf-8", "replace")
-            raise invalid(field[:80] or "part", f"is no file; {self.EXAMPLE}, and {' and '.join(_QUERY)} in the query")
+            raise invalid(field[:80] or "part", f"is not a file; {self.EXAMPLE}; {' and '.join(_QUERY)} in the query")
         if name not in FILES and name not in FILES_BESIDE:
             raise invalid("filename", f"{name[:80]!r} is not {FILES[0]} or {FILES[1]}, nor {', '.join(FILES_BESIDE)}")
         if name in self._seen:

@@ -201,7 +201,7 @@ def _named_question(name: str, question: Mapping[str, Any]) -> Question:
         raise invalid(at, "has the options, 2 to 255 of them, or the levels")
     if question["type"] == "choice":
         if not isinstance(criteria, dict):
-            raise invalid(at, "of a choice has each option with what it means, or null")
+            raise invalid(at, "of a choice: give each option its meaning, or null")
         return Question(asked, choices={name: _as_text(meaning) for name, meaning in criteria.items()})
     return Question(asked, levels={level: _as_text(meaning) for level, meaning in _legend(criteria).items()})
 

@@ -74,7 +74,7 @@ class OwnNames:
                 raise HttpError(
                     403,
                     "host_not_allowed",
-                    f"host: {host[:_SHOWN]!r} is no name of this gateway; if it should be, start it with --host-names",
+                    f"host: {host[:_SHOWN]!r} is not a name of this gateway; if it should be, add it to --host-names",
                     "host",
                 )
         for origin in headers.getlist("origin"):

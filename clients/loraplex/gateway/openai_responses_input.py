@@ -174,7 +174,7 @@ def conversation(
 
 
 def _open_answer(chat: ChatBuilder) -> dict[str, Any] | None:
-    """Return the last message where it is an answer to which another item may belong."""
+    """Return the last message if it is an answer that another item may continue."""
     last = chat.messages[-1] if chat.messages else {}
     return last if last.get("role") == "assistant" else None
 

@@ -90,7 +90,7 @@ async def change_release(call: HttpCall) -> None:
         try:
             fields["plan"] = pb.RolloutPlan(**plan)
         except ValueError:
-            raise invalid("plan", "has a number below 0 or above 4294967295, or a text that is no UTF-8") from None
+            raise invalid("plan", "has a number below 0 or above 4294967295, or a text that is not UTF-8") from None
     await _answer(call, Call(method, kind(**fields), timeout_s=call.timeout_s or _STORE_S, once=True))
 
 

@@ -160,7 +160,7 @@ def options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if parameters.get("apply_chat_template"):
         raise not_served("apply_chat_template", "is not served; send the chat to /v1/chat/completions")
     if (source := parameters.get("adapter_source", _SOURCES[0])) not in _SOURCES:
-        raise invalid("adapter_source", f"{source!r} is none of {', '.join(_SOURCES)}")
+        raise invalid("adapter_source", f"{source!r} is not one of {', '.join(_SOURCES)}")
     for name in ("watermark", "decoder_input_details"):
         if parameters.get(name):
             raise invalid(name, "not served")

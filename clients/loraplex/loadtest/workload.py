@@ -76,7 +76,7 @@ class Workload:
         return picked
 
     def texts(self, request: LoadRequest, pool: Sequence[int], count: int) -> list[str | list[int]]:
-        """Draw the texts of a call: of the tenant's prompts if it has any, else ids as those of a prompt."""
+        """Draw the texts of a call: from the tenant's prompts, or random ids if it has none."""
         rng = np.random.default_rng([self._seed, 4, request.index])
         if prompts := self.tenants[request.tenant].prompts:
             return [prompts[at] for at in rng.integers(0, len(prompts), count)]

@@ -209,7 +209,7 @@ class Operator:
             self._tell(body, patch, outcome, generation)
 
     def _tell(self, body: kopf.Body, patch: kopf.Patch, outcome: Status, generation: int | None = None) -> None:
-        """Write an object's status where it has changed, and an event of it."""
+        """Write an object's status if it has changed, and an event for the change."""
         kind, former = body["kind"], body.status
         ready = _condition(former, "Ready") or {}
         if outcome.state is State.UNKNOWN:

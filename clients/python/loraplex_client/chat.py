@@ -168,7 +168,7 @@ def _tool_choice(choice: str | Mapping[str, Any]) -> inference_pb2.ToolChoice:
     if isinstance(choice, str):
         if choice not in _MODES:
             raise InvalidRequestError(
-                f"tool_choice: {choice!r} is none of {', '.join(_MODES)}; name a tool as {{'name': ...}}",
+                f"tool_choice: {choice!r} is not one of {', '.join(_MODES)}; name a tool as {{'name': ...}}",
                 field="tool_choice",
             )
         return inference_pb2.ToolChoice(mode=_MODES[choice])

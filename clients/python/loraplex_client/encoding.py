@@ -100,7 +100,7 @@ class EncodingCalls:
         deadline of each call of 64 texts.
         """
         if pooling not in _POOLINGS:
-            raise InvalidRequestError(f"pooling: {pooling!r} is none of cls, mean and last", field="pooling")
+            raise InvalidRequestError(f"pooling: {pooling!r} is not one of cls, mean and last", field="pooling")
         vectors: list[tuple[float, ...]] = []
         parts = _Parts(texts, options)
         for spec in parts:

@@ -248,7 +248,7 @@ class ServedModel:
     tokenizer_config: str = ""
 
     def rank_warning(self, rank: int) -> str:
-        """Return that workers do not take an adapter of this rank; empty where they do, or nobody knows."""
+        """Return a warning if no worker serves adapters of this rank; empty if one does, or it is unknown."""
         if not 0 < self.max_rank < rank:
             return ""
         return f"its rank {rank} is above the {self.max_rank} that workers of {self.name} take (--max-rank)"

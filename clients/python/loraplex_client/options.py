@@ -51,7 +51,7 @@ def style_of(words: str | Sequence[str]) -> inference_pb2.JsonStyle:
     style = inference_pb2.JsonStyle()
     for word in (words,) if isinstance(words, str) else words:
         if word not in _STYLES:
-            raise InvalidRequestError(f"json_style: {word!r} is none of {', '.join(_STYLES)}", field="json_style")
+            raise InvalidRequestError(f"json_style: {word!r} is not one of {', '.join(_STYLES)}", field="json_style")
         field, value = _STYLES[word]
         if getattr(style, field) not in (0, value):
             raise InvalidRequestError(f"json_style: {word!r} contradicts another word", field="json_style")
@@ -243,7 +243,7 @@ _WORDS: dict[str, dict[str, int]] = {
 def _number_of(name: str, word: Any) -> int:
     words = _WORDS[name]
     if not isinstance(word, str) or word not in words:
-        raise InvalidRequestError(f"{name}: {str(word)[:_SHOWN]!r} is none of {', '.join(words)}", field=name)
+        raise InvalidRequestError(f"{name}: {str(word)[:_SHOWN]!r} is not one of {', '.join(words)}", field=name)
     return words[word]
 
 

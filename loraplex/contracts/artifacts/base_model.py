@@ -163,7 +163,7 @@ class BaseModel:
 
     @property
     def adapted_digest(self) -> str:
-        """Return the digest that adapters are bound to: adapters of the original are valid for what was made of it."""
+        """Return the digest that adapters are bound to: of a quantized copy that of its original."""
         return self.original_digest or self.digest
 
 

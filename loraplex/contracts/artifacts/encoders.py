@@ -114,7 +114,7 @@ def with_prefix(tensors: Mapping[str, _V], architecture: str) -> dict[str, _V]:
 
 
 def without_unused(tensors: Mapping[str, _V], architecture: str) -> dict[str, _V]:
-    """Leave out an adapter's tensors that nothing depends on. Names must be those of with_prefix."""
+    """Drop an adapter's tensors that do not change any output. Names must be those of with_prefix."""
     unused = ENCODERS[architecture].unused if architecture in ENCODERS else ""
     if not unused:
         return dict(tensors)
@@ -161,7 +161,7 @@ def encoder_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, 
 
 
 def inner_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, LinearWeight]:
-    """Return the weights that may be quantized: those of the head are few, and what they round is the answer."""
+    """Return the weights that may be quantized: not the head's, which are few and whose rounding changes the answer."""
     weights = encoder_weights(checkpoint, family)
     return {name: weight for name, weight in weights.items() if name not in family.head.linears}
 

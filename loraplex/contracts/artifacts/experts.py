@@ -124,7 +124,7 @@ def named_by_parameter(tensors: Mapping[str, _V], targets: Sequence[str], expert
     if unmatched := set(targets) - set(ends):
         raise MismatchError(
             "target_parameters",
-            f"{min(unmatched)!r:.100} is no tensor of the base model's experts, such as mlp.experts.down_proj; "
+            f"{min(unmatched)!r:.100} is not a tensor of the base model's experts, such as mlp.experts.down_proj; "
             "train layers by target_modules, and no routers or biases",
         )
     chosen = {name for target in set(targets) for name in ends[target]}

@@ -80,7 +80,7 @@ def _text(field: str, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _CHARACTERS:
         raise ArtifactError(field, f"is not a text of 1 to {_CHARACTERS} characters")
     if _SURROGATE.search(value):
-        raise ArtifactError(field, "has half of a surrogate pair, which is no character")
+        raise ArtifactError(field, "has half of a surrogate pair, which is not a character")
     return value
 
 

@@ -248,20 +248,20 @@ def parse_chat_settings(value: Any) -> ChatSettings:
     for key, text in value.items():
         field = f"{CHAT_FIELD}.{key}"[:200]
         if key not in names:
-            raise MismatchError(field, f"is none of {', '.join(names)}")
+            raise MismatchError(field, f"is not one of {', '.join(names)}")
         is_format = key == "reasoning" or (key == "tool_calls" and isinstance(text, dict))
         if not (is_format or isinstance(text, str)):
             raise ArtifactError(field, "is not a text")
         try:
             size = len((json.dumps(text, ensure_ascii=False) if is_format else text).encode())
         except UnicodeEncodeError:
-            raise ArtifactError(field, "has half of a surrogate pair, which is no character") from None
+            raise ArtifactError(field, "has half of a surrogate pair, which is not a character") from None
         if size > _SETTING_BYTES:
             raise ArtifactError(field, f"is larger than {_SETTING_BYTES} bytes")
         if is_format:
             own[key] = parse_format(field, text, ReasoningFormat if key == "reasoning" else CallFormat)
     if isinstance(name := own.get("tool_calls", NO_CALLS), str) and name not in (*CALLS, NO_CALLS):
-        raise MismatchError(f"{CHAT_FIELD}.tool_calls", f"{name!r} is none of {', '.join((*CALLS, NO_CALLS))}")
+        raise MismatchError(f"{CHAT_FIELD}.tool_calls", f"{name!r} is not one of {', '.join((*CALLS, NO_CALLS))}")
     return ChatSettings(**own)
 
 

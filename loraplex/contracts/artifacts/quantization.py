@@ -297,7 +297,7 @@ def _copy_of(fields: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _schemes_of(groups: Mapping[str, Any]) -> tuple[Quantization, tuple[tuple[tuple[str, ...], Quantization], ...]]:
-    """Return the scheme of the layers that no group names, and those of the named ones, with their targets."""
+    """Return the scheme of layers outside all groups, and the schemes of the groups with their targets."""
     main: Quantization | None = None
     others = []
     for group in groups.values():

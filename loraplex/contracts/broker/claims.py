@@ -192,7 +192,7 @@ class Claims:
         return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded), unread, refused_here)
 
     def _read(self, answer: _ScanAnswer) -> tuple[list[Job], tuple[Job, ...], int]:
-        """Return the jobs of an answer, what is known of those that cannot be read, and how many others may read."""
+        """Return the jobs of an answer, records of unreadable ones, and how many of these other workers may read."""
         jobs, unread, refused_here = list[Job](), list[Job](), 0
         last = len(answer.bodies) - 1 if answer.last_apart else -1
         for number, (body, facts) in enumerate(zip(answer.bodies, answer.facts, strict=True)):

@@ -98,7 +98,7 @@ class CommandQueue:
         await LIBRARY.function(self._redis, "send_command")(key, [entry, COMMANDS_LIMIT, COMMAND_TTL_MS])
 
     async def next(self, incarnation: str, timeout_s: float) -> Command | None:
-        """Return the next command; None if none came in that time, or one that another version or nobody has sent."""
+        """Return the next command; None if none came in that time, or its version or signature is unknown."""
         key = self._keys.commands(incarnation)
         if self._seals is not None:
             self._seals.look()
@@ -151,7 +151,7 @@ class PinnedAdapters:
         await self._redis.hset(self._key, field, self._encode(field, request))
 
     async def unpin(self, ref: AdapterRef) -> None:
-        """Unpin an adapter with all its revisions, whoever has pinned it; does nothing if none is pinned."""
+        """Unpin all revisions of an adapter; does nothing if none is pinned."""
         await self._remove(lambda request: is_unpinned_by(request.adapter, ref))
 
     async def forget_tenant(self, tenant: str) -> int:

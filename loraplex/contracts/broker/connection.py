@@ -120,7 +120,7 @@ def _client(url: str) -> Redis:
     if unknown:
         raise ValueError(f"unknown option {unknown[0]}")
     if parts.scheme not in _SCHEMES:
-        raise ValueError(f"{parts.scheme}:// is none of {'://, '.join(_SCHEMES)}://")
+        raise ValueError(f"{parts.scheme}:// is not one of {'://, '.join(_SCHEMES)}://")
     scheme, _, kind = parts.scheme.partition("+")
     if kind == "sentinel":
         return _sentinel(url)

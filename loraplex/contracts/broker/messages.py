@@ -282,7 +282,7 @@ class WorkerPhase(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> WorkerPhase:
-        """Take a phase of a newer version for one in which nothing is claimed."""
+        """Map an unknown phase, of a newer version, to one that claims no jobs."""
         return cls.DRAINING
 
 
@@ -339,7 +339,7 @@ def decode_record(kind: type[_Record], data: bytes) -> _Record:
     """Decode a record of a kind. Raises DecodeError."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (ValueError, RecursionError) as error:  # a text that is no UTF-8, or parts within parts
+    except (ValueError, RecursionError) as error:  # a text that is not UTF-8, or parts within parts
         raise DecodeError(str(error)) from error
 
 

@@ -130,7 +130,7 @@ def check_schema(
     try:
         json.dumps(schema, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise GrammarError(path, "holds half of a surrogate pair, which is no character") from None
+        raise GrammarError(path, "holds half of a surrogate pair, which is not a character") from None
     checked = _Check(style, path, left_out, free).schema(schema)
     if not isinstance(checked, dict):
         raise GrammarError(path, "is not a JSON object")
@@ -354,7 +354,7 @@ def _format(name: Any, at: str) -> dict[str, Any]:
 
 def _check_type(value: Any, at: str) -> None:
     for name in value if isinstance(value, list) else [value]:
-        _require(name in _TYPES, at, f"{name!r} is none of {', '.join(_TYPES)}")
+        _require(name in _TYPES, at, f"{name!r} is not one of {', '.join(_TYPES)}")
     _require(value, at, "is an empty list")
 
 

@@ -121,7 +121,7 @@ def own_tenant() -> str:
 
 
 def calling_tenant() -> str:
-    """Return the tenant whom the current RPC concerns. Raises Unauthenticated where it concerns none."""
+    """Return the tenant of the current RPC. Raises Unauthenticated if it has none."""
     if not (tenant := caller().tenant):
         raise Unauthenticated(f"name the tenant in the call's metadata: {TENANT_KEY}, once")
     return tenant

@@ -130,7 +130,7 @@ def _retry(after_s: float) -> details_pb2.RetryInfo:
 
 
 def rates_metadata(rates: RateLimits) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that tells a caller its limits; nothing where it has none."""
+    """Return a caller's limits as metadata; empty if it has none."""
     return ((RATE_LIMITS_KEY, json.dumps(rates)),) if rates else ()
 
 

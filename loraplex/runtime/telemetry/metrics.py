@@ -65,7 +65,7 @@ class Health:
         self._why_not = "starts"
 
     def set(self, why_not: str = "") -> None:
-        """Say why requests cannot be served now; empty: they can, or the start is done where it depends on nothing."""
+        """Set why requests cannot be served now; empty: they can."""
         self._loop = asyncio.get_running_loop()
         self._started = self._started or not why_not
         self._why_not = why_not

@@ -137,7 +137,7 @@ class KeyDirectory:
         return taken
 
     def look_done(self, age_s: float = 0.0) -> None:
-        """Note that the keys are those of the store, whose own copy of them is `age_s` old."""
+        """Record a successful look: the store's own copy of the keys is `age_s` old."""
         self._read_at = self._now() - age_s
 
     def age_s(self) -> float:

@@ -236,7 +236,7 @@ class AuditLog:
         return batch
 
     def _append(self, batch: list[Mapping[str, Any]]) -> None:
-        """Write records and wait until the disk has them: all of them, or none where it raises OSError."""
+        """Append records and wait for the disk: all or, if OSError is raised, none."""
         if self._is_file:
             if self._torn:
                 os.ftruncate(self._file, self._size)
@@ -304,7 +304,7 @@ def _head_of(path: Path, lines: bytes) -> ChainHead:
         return BEGINNING
     values = parse(last)
     if values is None:
-        raise AuditFileError(f"--audit {path}: its last line is no record of an audit log; move the file away")
+        raise AuditFileError(f"--audit {path}: its last line is not an audit record; move the file away")
     return ChainHead(values["number"], hashlib.sha256(last).hexdigest())
 
 
@@ -312,7 +312,7 @@ def _check_torn(path: Path, torn: bytes) -> None:
     """Raise AuditFileError where an unfinished line is not the beginning of a record: the file is something else."""
     begins = record_line(BEGINNING, {})[0][:13]
     if torn[:13] != begins[: len(torn)] or len(torn) > _LINE_BYTES:
-        raise AuditFileError(f"--audit {path}: its last line is no record of an audit log; move the file away")
+        raise AuditFileError(f"--audit {path}: its last line is not an audit record; move the file away")
 
 
 def _cut(values: Mapping[str, Any]) -> dict[str, Any]:

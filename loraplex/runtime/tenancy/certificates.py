@@ -53,7 +53,7 @@ class CertificateReader:
 
 @lru_cache(maxsize=4096)
 def principal_of(pem: bytes) -> Principal | None:
-    """Return whom a certificate names; None where it names nobody, or several."""
+    """Return the principal that a certificate names; None if it names none or several."""
     from cryptography import x509
 
     try:
@@ -87,7 +87,7 @@ def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> b
 
 
 def principal_in(certificate: x509.Certificate) -> Principal | None:
-    """Return whom a certificate that is read already names; None where it names nobody, or several."""
+    """Return the principal that a parsed certificate names; None if it names none or several."""
     from cryptography import x509
 
     try:

@@ -66,7 +66,7 @@ class Signer:
         return self._version
 
     def sign(self, *parts: bytes) -> Signature:
-        """Sign the parts, of which the first says what is signed."""
+        """Sign the parts; the first is the purpose of the signature."""
         self.look(recent=True)
         return Signature(self._certificates, _sign(self._key, _joined(parts)))
 
@@ -167,7 +167,7 @@ def welcome_parts(nonce: bytes, worker: str) -> tuple[bytes, bytes, bytes]:
 # sealed job may wait.
 GRANT_S = 1_800.0
 _LABEL = b"loraplex revision grant 1"
-# Errors of messages that cannot be read: a text that is no UTF-8 is a ValueError, a thousand nested arrays the last.
+# Errors of messages that cannot be read: a text that is not UTF-8 is a ValueError, a thousand nested arrays the last.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 # Maximum number of grants that a router keeps to hand them out again.
 _CACHED_TICKETS = 4_096

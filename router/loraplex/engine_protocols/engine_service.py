@@ -262,7 +262,7 @@ class EngineService:
     async def GetLoads(self, request: Any, context: Context) -> Any:
         """Report how busy the workers are, all as one rank."""
         if unknown := sorted(set(request.include) - self.sections):
-            raise InvalidField("include", f"{unknown[0]!r} is none of {', '.join(sorted(self.sections))}")
+            raise InvalidField("include", f"{unknown[0]!r} is not one of {', '.join(sorted(self.sections))}")
         if request.dp_rank:
             raise InvalidField("dp_rank", f"{request.dp_rank}; there is rank 0 alone")
         load = _load(self.messages, *await self._workers(), frozenset(request.include) or {"all"})

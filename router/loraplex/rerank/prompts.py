@@ -53,7 +53,7 @@ def has_roles(template: ChatTemplate) -> bool:
 
 
 def answer_ids(model: ServedModel, yes: str, no: str) -> tuple[int, int]:
-    """Return the ids of the answers yes and no: the caller's, else those of the model's files, else "yes" and "no".
+    """Return the ids of the answers yes and no: of the caller, the model's files, or the words, in this order.
 
     Raises InvalidField, or Mismatch where the files have ids that are not served.
     """

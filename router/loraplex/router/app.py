@@ -134,7 +134,7 @@ def seals_of(tls: TlsFiles | None, job_key: str) -> Seals | None:
 
 
 def resume_keys_of(settings: RouterSettings, redis: Redis, seals: Seals | None) -> ResumeKeys:
-    """Return the keys of resume tokens: the given ones, derived ones, or without credentials those in Redis."""
+    """Return the keys of resume tokens: from the settings, derived, or without credentials from Redis."""
     if settings.resume_key:
         return ResumeKeys(settings.resume_key, settings.former_keys)
     if seals is not None:
@@ -444,7 +444,7 @@ def count_jobs(metrics: RouterMetrics, jobs: Sequence[RoutedJob], slots: int) ->
 
 
 def count_workers(metrics: RouterMetrics, model: str, workers: Sequence[WorkerState], live_digest: str) -> None:
-    """Set the gauges of a model's live workers: those that serve its live revision, and those of others."""
+    """Set the gauges of a model's live workers, of the live revision and of other revisions."""
     phases = Counter((state.phase, state.base_digest == live_digest) for state in workers)
     for phase, is_live in product(WorkerPhase, (True, False)):
         metrics.workers.labels(model, phase.value, "live" if is_live else "other").set(phases[phase, is_live])

@@ -48,7 +48,7 @@ def purged_tenant(name: str) -> str:
     except ArtifactError as error:
         raise InvalidField("tenant", error.message) from error
     if tenant == SHARED:
-        raise InvalidField("tenant", f"{SHARED!r} is no tenant: delete the shared adapters one by one")
+        raise InvalidField("tenant", f"{SHARED!r} is not a tenant: delete the shared adapters one by one")
     return tenant
 
 
@@ -65,7 +65,7 @@ class RouterData:
     rollouts: Rollouts
 
     async def forget(self, tenant: str) -> list[relay_pb2.Removal]:
-        """End a tenant's calls, and those with its adapters, and remove what is kept of it; by place."""
+        """End a tenant's calls and all with its adapters, and remove its data; return the counts by place."""
         ended, open_jobs = self._end_jobs(tenant)
         names = self.store.forget_tenant(tenant) + self.rollouts.forget_tenant(tenant)
         settings = self.configs.forget_tenant(tenant)

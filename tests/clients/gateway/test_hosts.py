@@ -18,7 +18,7 @@ ON_LOOPBACK = GatewaySettings(port=0, host_names="loraplex.test, Gateway")
 IN_A_CONTAINER = GatewaySettings(host="0.0.0.0", insecure_tenants=True, host_names="gateway")
 ANYWHERE = GatewaySettings(host="0.0.0.0", insecure_tenants=True)
 WITH_CREDENTIALS = GatewaySettings(ca="ca.pem")
-MESSAGE = "host: 'evil.test' is no name of this gateway; if it should be, start it with --host-names"
+MESSAGE = "host: 'evil.test' is not a name of this gateway; if it should be, add it to --host-names"
 
 
 async def answer(

@@ -148,7 +148,7 @@ async def test_a_large_upload_passes_without_being_kept_in_memory(cluster: Clust
         (part("", b"{}") + END, FORM, 400, "filename: '' is not"),
         (part("adapter_model.bin", b"x") + END, FORM, 400, "filename: 'adapter_model.bin' is not"),
         (b'--cut\r\nContent-Disposition: form-data; name="lora_path"\r\n\r\n/etc\r\n' + END, FORM, 400,
-         "lora_path: is no file"),
+         "lora_path: is not a file"),
         (b"--cut\r\nX: " + b"y" * 9000 + b"\r\n\r\n", FORM, 400, "the body is not a whole multipart/form-data form"),
         (part(CONFIG, b" " * (2 << 20)) + part(WEIGHTS, b"x") + END, FORM, 400, f"{CONFIG}: is larger than the"),
     ],

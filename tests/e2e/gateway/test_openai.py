@@ -197,7 +197,7 @@ async def test_the_whitespace_of_json_is_asked_for_in_each_protocol(client: Clie
                 model="a", messages=MESSAGES, max_tokens=60, output_config=config, **extra
             )
         assert message.content[0].text == text
-    with pytest.raises(openai.BadRequestError, match="json_style: 'nice' is none of spaced, compact, flexible"):
+    with pytest.raises(openai.BadRequestError, match="json_style: 'nice' is not one of spaced, compact, flexible"):
         await client.chat.completions.create(**CHAT, extra_body={"json_style": "nice"})
 
 

@@ -64,7 +64,7 @@ async def test_errors(client: AsyncInferenceClient, http: httpx2.AsyncClient) ->
         for parameters, status, message in (
             ({"adapter_id": "nobody"}, 404, "adapter not found: nobody; looked in tenant acme and tenant shared"),
             ({"watermark": True}, 422, "watermark: not served"),
-            ({"adapter_source": "moon"}, 422, "adapter_source: 'moon' is none of hub, local, s3, pbase"),
+            ({"adapter_source": "moon"}, 422, "adapter_source: 'moon' is not one of hub, local, s3, pbase"),
             ({"tempperature": 1}, 422, "parameters.tempperature: unknown parameter"),
         ):
             answer = await http.post(path, json={"inputs": "x", "parameters": parameters})

@@ -165,7 +165,7 @@ async def test_log_probabilities_of_what_was_drawn_from(http: httpx2.AsyncClient
     assert told(raw) == told(same)
     assert told(raw) != told(drawn)
     refused = (await asked(http, COMPLETION, status=400, **fields, logprobs_mode="processed_logits"))["error"]
-    assert refused["message"] == "logprobs_mode: 'processed_logits' is none of raw_logprobs, processed_logprobs"
+    assert refused["message"] == "logprobs_mode: 'processed_logits' is not one of raw_logprobs, processed_logprobs"
     refused = (await asked(http, COMPLETION, status=400, seed=2**63))["error"]
     assert (refused["param"], refused["message"]) == ("seed", f"seed: {2**63} is not between -2^63 and 2^63 - 1")
 

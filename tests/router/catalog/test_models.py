@@ -507,5 +507,5 @@ async def test_a_router_starts_while_a_cell_is_away_but_not_with_a_bad_url(
     same = await connect_cells(server.url, parse_cells(f"main second={server.url}"))
     assert same.clients == {same.home}, "one server, one client"
     await same.home.aclose()
-    with pytest.raises(RedisUnreachableError, match=r"--cells second http://h: http:// is none of redis://"):
+    with pytest.raises(RedisUnreachableError, match=r"--cells second http://h: http:// is not one of redis://"):
         await connect_cells(server.url, parse_cells("main second=http://h"))

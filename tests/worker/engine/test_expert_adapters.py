@@ -146,7 +146,11 @@ def test_a_weighted_set_adds_up_the_changes_of_each_expert(of_one: PeftOracle) -
 @pytest.mark.parametrize(
     ("fields", "subject", "message"),
     [
-        ({"target_parameters": ["mlp.gate.weight", *BOTH]}, "target_parameters", "'mlp.gate.weight' is no tensor of"),
+        (
+            {"target_parameters": ["mlp.gate.weight", *BOTH]},
+            "target_parameters",
+            "'mlp.gate.weight' is not a tensor",
+        ),
         ({"target_parameters": ["experts.down_proj_bias"]}, "target_parameters", "no routers or biases"),
         ({"target_parameters": None}, WEIGHTS_FILE, "experts.lora_A.weight belongs to none of the experts"),
         ({"target_parameters": BOTH}, WEIGHTS_FILE, "has no tensors of model.layers.0.mlp.experts.gate_up_proj"),

@@ -132,7 +132,7 @@ class Scaler:
         self._metrics.rate.labels(model).set(pool.rate.value)
 
     def _divide(self, model: str, wanted: int, queues: Sequence[cluster_pb2.Queue]) -> dict[str, int]:
-        """Divide a model's workers among its open cells; a drained one gets its least, one that is away what it had."""
+        """Divide a model's workers among open cells; drained cells get the minimum, unreachable ones keep theirs."""
         bounds, states = self._bounds[model], {queue.cell: queue.state for queue in queues}
         away = [cell for cell in bounds if states.get(cell) == cluster_pb2.CELL_STATE_AWAY]
         drained = [cell for cell in bounds if states.get(cell) == cluster_pb2.CELL_STATE_DRAINED]

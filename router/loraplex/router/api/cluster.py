@@ -159,7 +159,7 @@ def _check_slots(request: AdapterRequest, pinned: list[AdapterRequest], most: in
     tenants = {pin.tenant for pin in pinned if pin.adapter.digest == ref.digest}
     if tenants:  # it is pinned already, and stays so for them
         if request.tenant not in tenants and len(tenants) >= PIN_TENANTS:
-            message = f"{len(tenants)} tenants have pinned it, which are as many as may; it is on all workers"
+            message = f"{len(tenants)} tenants have pinned it, the maximum; it is on all workers"
             raise Mismatch(ref.revision, message, reason="PIN_SHARED")
         return
     others = {pin.adapter.digest for pin in pinned}
@@ -167,8 +167,8 @@ def _check_slots(request: AdapterRequest, pinned: list[AdapterRequest], most: in
     if len(others) < most <= len(others) + own:
         raise Mismatch(
             ref.revision,
-            f"{request.tenant} has pinned {own} adapters, and {most - len(others)} more can be pinned, "
-            "which are for others; unpin one",
+            f"{request.tenant} has pinned {own} adapters, and {most - len(others)} more can be pinned, by other "
+            "tenants only; unpin one",
             reason="SLOTS_SHARED",
         )
     if len(others) >= most:

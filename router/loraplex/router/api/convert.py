@@ -102,7 +102,7 @@ def read_chat(chat: pb.Chat) -> Chat:
 
 def _message(field: str, turn: pb.ChatMessage) -> ChatMessage:
     if turn.role not in ROLES:
-        raise InvalidField(f"{field}.role", f"{turn.role!r} is none of {', '.join(ROLES)}")
+        raise InvalidField(f"{field}.role", f"{turn.role!r} is not one of {', '.join(ROLES)}")
     if turn.content and turn.parts:
         raise InvalidField(f"{field}.parts", "give either content or parts")
     for index, part in enumerate(turn.parts):
@@ -153,7 +153,7 @@ def _tool_choice(chat: pb.Chat, names: set[str]) -> tuple[ToolMode, str]:
     choice = chat.tool_choice
     if choice.WhichOneof("choice") == "name":
         if choice.name not in names:
-            raise InvalidField("chat.tool_choice.name", f"{choice.name!r} is none of chat.tools")
+            raise InvalidField("chat.tool_choice.name", f"{choice.name!r} is not one of chat.tools")
         mode, name = ToolMode.REQUIRED, choice.name
     elif choice.mode in _MODES:
         mode, name = _MODES[choice.mode], ""

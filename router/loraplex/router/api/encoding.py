@@ -28,7 +28,7 @@ def read_embed(request: pb.EmbedRequest, tenant: str) -> EncodeRequest:
     """Return what an Embed call asks for. Raises InvalidField."""
     pooling = _POOLINGS.get(request.pooling)
     if pooling is None:
-        raise InvalidField("pooling", f"{request.pooling} is none of POOLING_CLS, POOLING_MEAN and POOLING_LAST")
+        raise InvalidField("pooling", f"{request.pooling} is not one of POOLING_CLS, POOLING_MEAN and POOLING_LAST")
     return _read(request.spec, tenant, "embed", pooling)
 
 

@@ -285,7 +285,7 @@ class Models:
             return self._others[name, digest]
         live = self.live.of(name)
         if live is None or any(state.base_digest == digest for state in live):
-            raise Unavailable(f"{name} was replaced, and this router does not know what it was", reason=BASE_REPLACED)
+            raise Unavailable(f"{name} was replaced, and its former revision is unknown here", reason=BASE_REPLACED)
         raise Mismatch("model", f"{name} has been replaced since", reason=BASE_REPLACED)
 
     def why_unservable(self, job: Job) -> CallError | None:
@@ -294,10 +294,10 @@ class Models:
         if of_base is None:
             if job.base_digest == self._served[job.model].manifest.digest:
                 return None
-            message = f"{job.model} was replaced, and no worker serves what it was"
+            message = f"{job.model} was replaced, and no worker serves its former revision"
             if job.resumed or job.done or any(job.emitted.values()):  # it can't go on elsewhere
                 return Mismatch("model", message, reason=BASE_REPLACED)
-            return Unavailable(f"{message}; call again for what it is now", reason=BASE_REPLACED)
+            return Unavailable(f"{message}; call again for the live one", reason=BASE_REPLACED)
         if any(job.tokens <= max_tokens and job.rank <= max_rank for max_tokens, max_rank in of_base):
             return None
         message = f"no live worker takes {job.tokens} tokens of prompt and answer with an adapter of rank {job.rank}"

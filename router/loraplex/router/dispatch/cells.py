@@ -150,7 +150,7 @@ class Cells:
         return None if here.takes(job) else patience_s
 
     def _candidates(self, job: Job) -> list[_Cell]:
-        """Return the cells of which one is chosen: where no workers can take the job, open ones, best that answer."""
+        """Return the cells to choose from: if no workers can take the job, open cells, preferably reachable ones."""
         everywhere = self._all(job)
         return (
             self._fit(job)

@@ -38,7 +38,7 @@ _RETRY_S = 1.0
 
 
 def check_weighted_sets(job: Job, others: Iterable[Job]) -> None:
-    """Raise Exhausted where a new job's set is one too many; a set in use costs nothing, nor one that is resumed."""
+    """Raise Exhausted if a new job's weighted set exceeds the tenant's; sets in use and resumed ones are free."""
     if job.adapter is None or not job.adapter.parts or job.resumed:
         return
     used = {
@@ -49,7 +49,7 @@ def check_weighted_sets(job: Job, others: Iterable[Job]) -> None:
     if job.adapter.digest not in used and len(used) >= WEIGHTED_SETS:
         raise Exhausted(
             f"tenants/{job.tenant}/weighted-sets",
-            f"{job.tenant} uses {len(used)} weighted sets of adapters at this router, which is the most",
+            f"{job.tenant} uses {len(used)} weighted sets of adapters at this router, the maximum",
             retry_after_s=_RETRY_S,
             reason="WEIGHTED_SETS_FULL",
         )
@@ -194,7 +194,7 @@ class Dispatcher:
         return True
 
     def release(self, routed: RoutedJob) -> None:
-        """Stop a job wherever it is: nothing of it stays queued or running."""
+        """Remove a job from the queue, or cancel it at its worker."""
         del self._jobs[routed.job.job_id]
         routed.release()
         if routed.link is None:

@@ -95,7 +95,7 @@ class WorkerForgets:
             del self._asked[incarnation, number]
 
     def answered(self, incarnation: str, answer: pb.Forgotten) -> None:
-        """Take a worker's answer; one that nobody waits for is dropped."""
+        """Deliver a worker's answer to its waiter; drop it if there is none."""
         asked = self._asked.get((incarnation, answer.number))
         if asked is not None and not asked.done():
             asked.set_result(answer)

@@ -146,7 +146,7 @@ class Choice:
         return self.closed or self.finish is not None
 
     def append(self, frame: Frame) -> bool:
-        """Take what is new in a frame, which begins at most where the emitted ids end; False: nothing is new."""
+        """Append a frame's new ids; it must not begin after the emitted ones. Returns whether anything was new."""
         repeated = len(self.emitted) - frame.offset
         if len(frame.token_ids) <= repeated and frame.finish is None:
             return False

@@ -25,7 +25,7 @@ Key = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A request and all that its router keeps of it; its attempts and tokens are those of `routed`."""
+    """A request in its router; `routed` has its attempts and tokens."""
 
     request: Request
     # The job of its first attempt here; that of the current one is `routed.job`.

@@ -116,7 +116,7 @@ class ChatTemplate:
         return TemplateCall(self.source_for(chat), self.tokens, chat, now, limit)
 
     def call_format(self, chat: Chat) -> CallFormat | None:
-        """Return the format in which the model calls tools; of a family's formats the one that the template shows."""
+        """Return the model's format of tool calls: the one of its family that the template contains."""
         if isinstance(self.calls, CallFormat):
             return self.calls
         shown = [form for form in CALLS.values() if form.is_shown(self.source_for(chat))]

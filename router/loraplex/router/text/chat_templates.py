@@ -377,7 +377,7 @@ def render(template: Template, request: Mapping[str, Any]) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RefusedError("the rendered chat has half of a surrogate pair, which is no character") from None
+        raise RefusedError("the rendered chat has half of a surrogate pair, which is not a character") from None
     if _ADDRESS.search(text):
         given = json.dumps([request["source"], chat], ensure_ascii=False)
         text = _ADDRESS.sub(lambda found: found[0] if found[0] in given else "", text)

@@ -239,7 +239,7 @@ class TenantData:
         self._asked: deque[asyncio.Future[Mapping[str, Removal]]] = deque()
 
     async def forget(self, tenant: str) -> Mapping[str, Removal]:
-        """Remove what is here of a tenant whose jobs its routers have ended; returns what was removed, by place.
+        """Remove a tenant's data, after routers have ended its jobs; return the counts by place.
 
         Raises ForgetError.
         """

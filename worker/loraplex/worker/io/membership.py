@@ -204,7 +204,7 @@ class Presence:
             await self._health.set_serving(True)
 
     async def pause(self, begins: bool) -> None:
-        """Announce that the worker claims nothing for a while, or again; its jobs go on. One that drains stays so."""
+        """Announce a pause of claims, or its end; jobs go on, and a draining worker keeps draining."""
         if self._phase is WorkerPhase.DRAINING:
             return
         self._phase = WorkerPhase.FAILING if begins else WorkerPhase.SERVING

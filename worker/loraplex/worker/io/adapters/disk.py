@@ -198,7 +198,7 @@ class DiskTier:
         return sum(self._sizes[digest] for digest in own) + more <= self.budget - sum(self._sizes.values())
 
     def _grant_pins(self) -> None:
-        """Grant the pins that fit, in order of arrival; one that has waited for OVERTAKEN_S holds later ones up."""
+        """Grant the pins that fit, in order of arrival; after OVERTAKEN_S a waiting one blocks later ones."""
         held_up = False
         for request in tuple(self._requests):
             needed = self._needed(request.sizes)

@@ -365,7 +365,7 @@ class AdapterFetcher:
             raise
 
     async def _verify(self, ref: AdapterRef, stored: Stored) -> bool:
-        """Return whether the bytes on the disk are those of the digest; discards them where they are not."""
+        """Return whether the file matches its digest; discard it if not."""
         try:
             stored.verified = await asyncio.to_thread(_digest_on_disk, stored.path) == ref.digest
         except OSError as error:

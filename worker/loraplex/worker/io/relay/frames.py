@@ -76,7 +76,7 @@ def add_frame(choice: LocalChoice, batch: pb.FrameBatch) -> pb.Frame:
 
 
 def returned_frame(job_id: str, attempt: int) -> pb.Frame:
-    """Build a frame that gives back a job of which nothing is here."""
+    """Build the frame that returns a job unknown to this worker."""
     return pb.Frame(job_id=job_id, attempt=attempt, finish=pb.Finish(kind=pb.FINISH_KIND_RETURNED))
 
 

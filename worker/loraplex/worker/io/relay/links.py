@@ -458,7 +458,7 @@ class RouterLinks:
             del self._links[address]
 
     def keep_alive(self) -> None:
-        """Tell the routers of local jobs that this worker lives, where nothing else does; called twice a second.
+        """Send a keep-alive on links of local jobs that carried nothing else; called twice a second.
 
         A router that does not find this worker in Redis any more so knows that its jobs go on.
         """
