@@ -17,6 +17,7 @@ from prometheus_client import Counter, Histogram
 
 from loraplex.runtime.rpc.errors import CallError, Internal, InvalidField
 from loraplex.runtime.rpc.status import CODES, abort
+from loraplex.runtime.rpc.tasks import retrieve_error
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class _Writes:
         """Write a message; a call that is cancelled meanwhile leaves the first one to gRPC."""
         if self._first is None:
             self._first = asyncio.ensure_future(self._context.write(response))
-            self._first.add_done_callback(_retrieve)
+            self._first.add_done_callback(retrieve_error)  # a client that has left waits for it no more
             await asyncio.shield(self._first)
         else:
             await self._context.write(response)
@@ -246,12 +247,6 @@ class _Writes:
         """Give up the first write, which would keep the call."""
         if self._first is not None:
             self._first.cancel()
-
-
-def _retrieve(write: asyncio.Future[None]) -> None:
-    """Take the error of a write that nobody waits for any more: its client has left."""
-    if not write.cancelled():
-        write.exception()
 
 
 def _as_call_error(error: Exception, name: str) -> CallError:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from loraplex.runtime.rpc.errors import Exhausted
+from loraplex.runtime.rpc.tasks import retrieve_error
 
 T = TypeVar("T")
 
@@ -117,8 +118,7 @@ class FairTurns:
 
         def ended(done: asyncio.Future[T]) -> None:
             self.give(tenant)
-            if not done.cancelled():
-                done.exception()  # a caller that has left does not look at it
+            retrieve_error(done)
 
         working.add_done_callback(ended)
         return await asyncio.shield(working)

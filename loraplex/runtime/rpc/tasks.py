@@ -38,6 +38,12 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
     return await unless_ended(stop.wait(), work)
 
 
+def retrieve_error(ended: asyncio.Future[Any]) -> None:
+    """Retrieve the error of work whose waiters may have left, so that asyncio does not log it."""
+    if not ended.cancelled():
+        ended.exception()
+
+
 class SharedCalls(Generic[T]):
     """The calls under way, by key. A caller that leaves does not cancel its call for the others."""
 
@@ -54,5 +60,4 @@ class SharedCalls(Generic[T]):
 
     def _ended(self, key: Hashable, task: asyncio.Task[T]) -> None:
         del self._tasks[key]
-        if not task.cancelled():
-            task.exception()  # callers that have left do not look at it
+        retrieve_error(task)

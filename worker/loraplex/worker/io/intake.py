@@ -22,6 +22,7 @@ from loraplex.contracts.broker.connection import REDIS_DOWN
 from loraplex.contracts.broker.messages import Capacity, Job, RowToShare
 from loraplex.contracts.broker.queue import JobQueue
 from loraplex.contracts.broker.terms import Claimed
+from loraplex.runtime.rpc.tasks import retrieve_error
 from loraplex.runtime.telemetry.logging import fields
 from loraplex.worker.engine_api import EngineLimits, EngineStats, Failure
 from loraplex.worker.io.adapters.fetch import AdapterFetcher, FetchFailedError, fetch_source
@@ -123,7 +124,7 @@ class Intake:
                 self._waits = wait_s > 0
                 # Shielded: jobs that the queue has given away must come in even when the worker is told to stop.
                 self._claiming = asyncio.create_task(self._claim(capacity, wait_s, freed=freed))
-                self._claiming.add_done_callback(_retrieve_error)
+                self._claiming.add_done_callback(retrieve_error)
                 claimed = await asyncio.shield(self._claiming)
             except REDIS_DOWN as error:
                 log.warning("the queue does not answer: %s", error)
@@ -323,22 +324,12 @@ class Intake:
         """Return whether a job fetches its adapter again: a newcomer only while it keeps no other job out."""
         if failure.code not in _MAY_PASS or not local.job.last_try or time.monotonic() >= until:
             return False
-        return _has_begun(local) or not is_crowded(self._jobs, self._results.limits)
+        return any(local.job.emitted.values()) or not is_crowded(self._jobs, self._results.limits)
 
     def _hand_over(self, local: LocalJob) -> None:
         """Hand the first answer to the engine. Its siblings follow once it has a token (Results)."""
         local.enter(LocalJobState.IN_ENGINE)
         self._results.hand_over(local, local.waiting[:1])
-
-
-def _has_begun(local: LocalJob) -> bool:
-    return any(local.job.emitted.values())
-
-
-def _retrieve_error(claiming: asyncio.Task[Claimed]) -> None:
-    """Retrieve the error of a claim whose waiter was cancelled, so that asyncio does not log it."""
-    if not claiming.cancelled():
-        claiming.exception()
 
 
 async def one_is_set_within(timeout_s: float, *events: asyncio.Event) -> bool:
