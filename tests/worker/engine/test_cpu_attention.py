@@ -114,7 +114,7 @@ def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
     numbers = Numbers(Case(**EIGHTS, decodes=tuple(range(200, 264)), chunks=()), CPU, torch.float32)
     plan: CpuPlan = cpu_plan(row_blocks(numbers.batch.rows, numbers.cache.block_size), numbers.cache)
     plan.attend(numbers.call(numbers.batch.tokens), numbers.cache)
-    taken, threads = plan.counters.tolist()
+    taken, threads = numbers.cache.counters.tolist()
     assert threads == 2
     assert taken == len(plan.tasks_of(2).lines) + threads, "each thread looks once more and finds nothing"
 

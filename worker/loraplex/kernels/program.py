@@ -40,9 +40,8 @@ _ENDED = -1
 class Program:
     """Recorded calls, made in their order. What their arguments point to must stay where it is."""
 
-    def __init__(self, calls: Sequence[ThreadCall]) -> None:
-        """Copy the calls."""
-        self._length = len(calls)
+    def __init__(self, calls: Sequence[ThreadCall], counters: Sequence[NDArray[np.int64]]) -> None:
+        """Copy the calls; `counters` are those of all kernels, which are zero for each call."""
         size = max(len(call.argument) for call in calls)
         size += -size % 8
         # Each call's argument as 64-bit integers.
@@ -53,16 +52,17 @@ class Program:
         self.arguments[:] = [as_integers(call, size // 8) for call in calls]
         # The numbers `inside`, and behind them `ended`.
         self._progress = np.zeros(len(calls) + 1, np.int64)
+        self._counters = counters
+        self._zeroes = np.array([(one.ctypes.data, len(one)) for one in counters], np.int64)
+        table, inside, zeroes = (part.ctypes.data for part in (self._table, self._progress, self._zeroes))
+        self._parameters = table, len(calls), inside, inside + 8 * len(calls), zeroes, len(counters)
 
-    def run(self, counters: Sequence[NDArray[np.int64]]) -> None:
-        """Make the calls; `counters` are those of all kernels, which are zero for each call."""
-        zeroes = np.array([(one.ctypes.data, len(one)) for one in counters], np.int64)
-        for one in counters:
+    def run(self) -> None:
+        """Make the calls."""
+        for one in self._counters:
             one[:] = 0
         self._progress[:] = 0
-        progress = self._progress.ctypes.data
-        ended = progress + 8 * self._length
-        _compiled().run(self._table.ctypes.data, self._length, progress, ended, zeroes.ctypes.data, len(zeroes))
+        _compiled().run(*self._parameters)
 
 
 def as_integers(call: ThreadCall, length: int) -> NDArray[np.int64]:

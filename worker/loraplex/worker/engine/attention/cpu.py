@@ -127,12 +127,14 @@ class _Tasks:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """A step's rows over their block `tables`, which begin at `table_places`; `counters` are the kernel's."""
+    """A step's rows over their block `tables`, which begin at `table_places`.
+
+    `addresses` are those of the tables and of the cache's counters.
+    """
 
     rows: Ids[RowBlocks]
     tables: NDArray[np.int64]
     table_places: Ids[int]
-    counters: NDArray[np.int64]
     addresses: tuple[int, int]
     kv_heads: int
     # By the number of query heads that share a key head.
@@ -155,7 +157,7 @@ class CpuPlan:
             (scales.data_ptr() for scales in cache.scales[call.layer]) if cache.scales else (0, 0)
         )
         kernel = compile_attention(key_dim, value_dim, kind, dtype_name(keys.dtype), products)
-        self.counters[:] = 0
+        cache.counters[:] = 0
         kernel.run(
             *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
             *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
@@ -223,6 +225,5 @@ def cpu_plan(rows: Ids[RowBlocks], cache: KvCache) -> CpuPlan:
     for row in rows:
         places.append(len(tables))
         tables += row.blocks
-    table, counters = np.array(tables, np.int64), np.zeros(2, np.int64)
-    kv_heads = cache.slots[0][0].shape[1]
-    return CpuPlan(rows, table, places, counters, (table.ctypes.data, counters.ctypes.data), kv_heads)
+    table, kv_heads = np.array(tables, np.int64), cache.slots[0][0].shape[1]
+    return CpuPlan(rows, table, places, (table.ctypes.data, cache.counters.ctypes.data), kv_heads)

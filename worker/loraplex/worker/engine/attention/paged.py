@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -75,8 +76,8 @@ class KvCache:
         # Of int8 for each layer the scales of keys and values [slots, kv_heads]; else empty.
         scales = [torch.empty(sizes, device=device) for _ in range(2 if int8 else 0)]
         self.scales = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in zip(*scales, strict=True)]
-        # Scratch memory of the CPU's attention kernel.
-        self.workspace = Workspace()
+        # Scratch memory and counters of the CPU's attention kernel.
+        self.workspace, self.counters = Workspace(), np.zeros(2, np.int64)
 
 
 def fitting_blocks(

@@ -36,7 +36,8 @@ _MOST_TOKENS = 64
 # Maximum number of programs: one for each number of tokens, and set of layers that adapters are on. 50 KB each.
 _MOST_PROGRAMS = 256
 
-_Counters = NDArray[np.int64]
+_Counters = Sequence[NDArray[np.int64]]
+_Memory = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def can_record(group: CpuGroup) -> bool:
@@ -91,19 +92,19 @@ class _SharedMemory(Arena):
 
 
 class _LayersProgram:
-    """The recorded calls of all layers for one number of tokens."""
+    """The recorded calls of all layers for one number of tokens.
+
+    `memory` has hidden states, rotations and slots, which are copied there before a run, and the result.
+    """
 
     def __init__(
-        self, calls: Sequence[ThreadCall], again: Callable[[CpuPlan], None], counters: Sequence[_Counters]
+        self, memory: _Memory, calls: Sequence[ThreadCall], again: Callable[[CpuPlan], None], counters: _Counters
     ) -> None:
         """Take the calls; `again` makes those of one layer that differ from step to step."""
-        self._program = Program(calls)
-        self._again = again
-        self._counters = counters
-        functions = [call.function for call in calls]
-        self._places = {
-            function: np.flatnonzero(np.array(functions) == function) for function in dict.fromkeys(functions)
-        }
+        self.memory, self._again = memory, again
+        self._program = Program(calls, counters)
+        functions = np.array([call.function for call in calls])
+        self._places = {one: np.flatnonzero(functions == one)[:, None] for one in set(functions.tolist())}
 
     def run(self, plan: CpuPlan) -> None:
         """Make the calls of a step."""
@@ -113,9 +114,9 @@ class _LayersProgram:
         for call in calls:
             # Arguments that changed are the step's, equal in all layers; the rest are the layer's.
             places, new = self._places[call.function], as_integers(call, arguments.shape[1])
-            changed = np.flatnonzero(new != arguments[places[0]])
-            arguments[np.ix_(places, changed)] = new[changed]
-        self._program.run([*self._counters, plan.counters])
+            changed = np.flatnonzero(new != arguments[places[0, 0]])
+            arguments[places, changed] = new[changed]
+        self._program.run()
 
 
 # Number of positions whose rotations are computed at once: whole vectors, by one thread, so that a position's bits do
@@ -258,35 +259,36 @@ class DecoderSteps:
 
     def _run_program(self, ids: Tensor, positions: Tensor, step: AttentionStep, head: CpuGroup | None) -> Tensor:
         """Return the hidden states that the head gets, or the logits that it gives."""
-        plan, shared, ends, tokens = _plan_of(step), self._shared, self._ends, len(ids)
+        plan, ends = _plan_of(step), self._ends
         x = ends.embeddings(ids)
-        hidden, rotation = shared.rows("out", x, x.shape[1]), shared.rows("rotation", x, ends.rotations.width)
-        slots = self._slots[:tokens]
+        adapted = tuple(group.adapts for group in self._groups) if self._groups[0].rows_adapt else ()
+        key = x.shape[0], torch.get_num_threads(), head is None, adapted
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) == _MOST_PROGRAMS:
+                self._programs.clear()
+            program = self._programs[key] = self._record(x, step, plan, head)
+        hidden, rotation, slots, out = program.memory
         hidden.copy_(x)
         slots.copy_(step.slot_mapping)
         ends.rotations.rows(positions, plan.stop, rotation)
-        adapted = tuple(group.adapts for group in self._groups) if self._groups[0].rows_adapt else ()
-        key = tokens, torch.get_num_threads(), head is None, adapted
-        if key not in self._programs:
-            if len(self._programs) == _MOST_PROGRAMS:
-                self._programs.clear()
-            step = replace(step, slot_mapping=slots)
-            self._programs[key] = self._record(hidden, rotation_of(rotation), step, plan, head)
-        self._programs[key].run(plan)
-        return shared.rows("normed", x, x.shape[1]) if head is None else shared.rows("logits", x, head.width)
+        program.run(plan)
+        return out
 
-    def _record(
-        self, x: Tensor, rotation: Rotation, step: AttentionStep, plan: CpuPlan, head: CpuGroup | None
-    ) -> _LayersProgram:
+    def _record(self, x: Tensor, step: AttentionStep, plan: CpuPlan, head: CpuGroup | None) -> _LayersProgram:
+        """Record the calls of a step with hidden states like x."""
         shared = self._shared
+        x, rotations = shared.rows("out", x, x.shape[1]), shared.rows("rotation", x, self._ends.rotations.width)
+        slots = self._slots[: len(x)]
+        rotation, step = rotation_of(rotations), replace(step, slot_mapping=slots)
         shared.adapted.clear()
         with recorded_calls() as calls:
             for layer in self._layers:
-                out = layer.run(x, rotation, step, plan, shared)
-                assert out.data_ptr() == x.data_ptr(), "the next layer's input"
-            normed = self._normed(x, shared)
+                hidden = layer.run(x, rotation, step, plan, shared)
+                assert hidden.data_ptr() == x.data_ptr(), "the next layer's input"
+            out = self._normed(x, shared)
             if head is not None:
-                shared.multiply("logits", head, normed)
+                out = shared.multiply("logits", head, out)
         # The first of each kernel: a width that tiles do not take has its own.
         adapted = {group.kernel: (group, inputs, y) for group, inputs, y in reversed(shared.adapted)}.values()
         first = self._layers[0]
@@ -297,8 +299,9 @@ class DecoderSteps:
             for group, inputs, y in adapted:
                 group.add_adapters(inputs, y)
 
-        counters = [shared.operators.counter, scratch_memory()[1], *(group.counters for group, _, _ in adapted)]
-        return _LayersProgram(calls, again, counters)
+        counters = [shared.operators.counter, scratch_memory()[1], step.cache.counters]
+        counters += [group.counters for group, _, _ in adapted]
+        return _LayersProgram((x, rotations, slots, out), calls, again, counters)
 
 
 def _plan_of(step: AttentionStep) -> CpuPlan:

@@ -66,6 +66,8 @@ class CpuStep:
 
     def set_rows(self, rows: Sequence[tuple[int, int]]) -> None:
         """Set the next step's rows: (slot or -1, tokens), those of a slot beside each other."""
+        if rows == self.rows:
+            return
         self.segments, self.rows = [], rows
         first = 0
         for slot, group in groupby(rows, key=itemgetter(0)):

@@ -56,9 +56,9 @@ class StepInputs:
 
 def step_inputs(layout: StepLayout, cache: KvCache, device: torch.device) -> StepInputs:
     """Return a layout's inputs. Ids that are placeholders are left 0."""
-    flat = upload(layout.tokens, device)
-    attention = AttentionStep(cache, flat[2], _plan(layout, cache, device))
-    return StepInputs(flat[None, 0], flat[None, 1], upload(layout.logit_places, device, torch.int64), attention)
+    ids, positions, slots = upload(layout.tokens[:, None], device).unbind()
+    attention = AttentionStep(cache, slots[0], _plan(layout, cache, device))
+    return StepInputs(ids, positions, upload(layout.logit_places, device, torch.int64), attention)
 
 
 def _plan(layout: StepLayout, cache: KvCache, device: torch.device) -> AttentionPlan:

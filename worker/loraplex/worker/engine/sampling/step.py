@@ -171,11 +171,13 @@ def launch_sampling(
     unchanged = logits
     if any(row.sequence.spec.logprobs is not None for row in masks.allowed):
         unchanged = logits.clone()
-    ids = logits.new_full((len(rows),), -1, dtype=torch.int64)
-    for part, chosen in _each_alone(
-        lambda part: sample(logits[part], [_draw(row, masks) for row in rows[part]]), rows, failures
-    ):
-        ids[part] = chosen
+    sampled = _each_alone(lambda part: sample(logits[part], [_draw(row, masks) for row in rows[part]]), rows, failures)
+    if len(sampled) == 1 and len(rows) == len(sampled[0][1]):
+        ids = sampled[0][1]
+    else:
+        ids = logits.new_full((len(rows),), -1, dtype=torch.int64)
+        for part, chosen in sampled:
+            ids[part] = chosen
     logprobs = _logprobs(unchanged, logits, rows, ids, masks, failures)
     return InFlight(batch, rows, ids, failures, download(ids), prompts, logprobs, vectors, record_event(logits.device))
 
