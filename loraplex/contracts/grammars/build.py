@@ -47,6 +47,8 @@ _ENDING = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 # Without this option llguidance computes the bytes that must follow, which takes seconds for some regexes.
 HEADER = '%llguidance {"no_forcing": true}\n'
+# Begins the rules of a client in a Lark text: they may read an answer in many ways, and have lower limits.
+CLIENT_RULES = "// a client's rules\n"
 
 
 def json_grammar(schema: str, style: JsonStyle | None = None, path: str = "json_schema") -> str:
@@ -82,7 +84,7 @@ def choices_grammar(values: Sequence[str], path: str = "choices.values") -> str:
 def lark_grammar(text: str, path: str = "grammar") -> str:
     """Return the grammar in a client's Lark text; JSON schemas in it are checked. Raises GrammarError."""
     _check_size(path, text)
-    return HEADER + _check_lark(text, path) + "\n"
+    return HEADER + CLIENT_RULES + _check_lark(text, path) + "\n"
 
 
 # Opens the nested grammar of a format behind reasoning. Clients cannot write it: %llguidance is refused in formats.

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 
 from loraplex.contracts.artifacts.hash_model import HashModel
 from loraplex.contracts.grammars import GrammarError
+from loraplex.contracts.grammars.build import CLIENT_RULES
 
 # llguidance is imported by the first grammar: with numpy, half of the start of an engine without a model.
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+# Maximum number of items of a parser's row: unfinished rules, each with the place where it began. The work for a token
+# grows with their square or cube where rules read an answer in many ways, as `s: s s | "a"` does: with so many of a
+# client's some 20 ms. JSON schemas do not, and have up to four for each optional property.
+_ITEMS, _CLIENT_ITEMS = 2_000, 256
 _REGEX_ERROR = re.compile(r"^ *error: (.*)$", re.MULTILINE)
 # Errors of llguidance that name its own options and expressions, and what they mean to a caller.
 _MEANINGS = (
@@ -29,8 +34,17 @@ _MEANINGS = (
         "Unsatisfiable schema: no text has its pattern, format and length at once",
     ),
     (
+        f"; max is {_CLIENT_ITEMS};",
+        f"has more than {_CLIENT_ITEMS} unfinished rules at one place; repeat with + or *, and let no rule begin and"
+        ' end with itself, as e: e "+" e does',
+    ),
+    (
         "Parser Error: Current row has",
         "allows too much at one place, such as 500 optional properties; require some of them, or allow fewer",
+    ),
+    (
+        "Too many items (limit",
+        "has too many unfinished rules for one token; read letters by a terminal, such as WORD: /[a-z]+/, not by rules",
     ),
     ("lookarounds not supported", r"\b and \B, and ^ and $ in the middle, are not supported"),
 )
@@ -38,18 +52,19 @@ _PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema
 
 
 @cache
-def _limits() -> LLParserLimits:
-    """Return llguidance's limits for one grammar, far below its defaults.
+def _limits(items: int) -> LLParserLimits:
+    """Return llguidance's limits for one grammar, far below its defaults, with so many items in a row.
 
-    A mask that reaches them takes some 10 ms, and the states of a grammar some 40 MB. Schemas of real services stay
-    below a tenth of them.
+    A mask that reaches them takes some 10 to 30 ms, and the states of a grammar some 40 MB. Schemas of real services
+    stay below a tenth of them, a grammar of C below half.
     """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
+        max_items_in_row=items,
         initial_lexer_fuel=500_000,
         step_lexer_fuel=50_000,
-        step_max_items=20_000,
+        step_max_items=10_000,
         max_lexer_states=20_000,
         max_grammar_size=200_000,
         verbose_errors=False,
@@ -60,7 +75,8 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str, path: str = "format")
     """Compile a grammar; its matcher is at the beginning of an answer. Raises GrammarError."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
+    limits = _limits(_CLIENT_ITEMS if CLIENT_RULES in grammar else _ITEMS)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(path, plain_error(matcher.get_error()))
     return matcher

@@ -179,6 +179,45 @@ def test_an_answer_that_cannot_go_on_fails() -> None:
     assert "nothing after this answer" in state.problem().message
 
 
+@pytest.mark.parametrize(
+    ("rules", "written", "most"),
+    [
+        ('start: s\ns: s s | "a" | "b"', "ab", 200),
+        ('start: e\ne: e "+" e | e "*" e | e "-" e | "(" e ")" | N\nN: /[0-9]+/', "1+2*(3)-", 900),
+        ('start: s\ns: s s | s s s | s s s s | "a" | "b"', "ab", 40),
+    ],
+)
+def test_an_answer_that_has_many_readings_fails_before_they_take_long(rules: str, written: str, most: int) -> None:
+    """At the same id in each attempt, whatever the time: the parser's unfinished rules are counted."""
+    ends = []
+    for _ in range(2):
+        state, mask = begin(lark_grammar(rules), BYTES), np.zeros(BYTES.words, np.int32)
+        for place, letter in enumerate(written * 200):
+            if failure := state.advance(LETTERS[letter.encode()]):
+                ends.append(place)
+                break
+            state.fill(mask)
+        assert failure is not None
+        assert failure.reason == "GRAMMAR_FAILED"
+        assert "more than 256 unfinished rules at one place; repeat with + or *" in failure.message
+    assert ends[0] == ends[1] <= most
+
+
+@pytest.mark.parametrize(
+    ("rules", "written"),
+    [
+        ('start: s+\ns: "a" | "b"', "ab"),
+        ('start: e\ne: t (("+" | "*" | "-") t)*\nt: "(" e ")" | N\nN: /[0-9]+/', "1+2*(3)-"),
+        ('start: l\nl: WORD "," l | WORD\nWORD: /[a-z]+/', "one,two,"),
+    ],
+)
+def test_an_answer_with_one_reading_may_be_long(rules: str, written: str) -> None:
+    state, mask = begin(lark_grammar(rules), BYTES), np.zeros(BYTES.words, np.int32)
+    for letter in written * 300:
+        assert state.advance(LETTERS[letter.encode()]) is None
+        state.fill(mask)
+
+
 def test_answers_in_tokens_of_sentencepiece_decode_to_their_format() -> None:
     """Spaces are other letters there, and a byte may be a token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers

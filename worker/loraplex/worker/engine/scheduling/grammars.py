@@ -80,7 +80,10 @@ class GrammarState:
         """Take the next id of the answer; return why the answer fails where the grammar does not allow it."""
         self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
         if not self.complete and not self._take(token):
-            return grammar_failure(f"token {token} is not allowed: {plain_error(self.matcher.get_error())}")
+            error = self.matcher.get_error()
+            if error.startswith("Parser Error: Current row has"):
+                return self.problem()
+            return grammar_failure(f"token {token} is not allowed: {plain_error(error)}")
         self._look()
         return None
 
