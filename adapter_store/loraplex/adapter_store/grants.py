@@ -56,7 +56,7 @@ class Grants:
         self._looked_ns = clock()
 
     def note_expired(self) -> None:
-        """Tell routers of the adapters of which a grant has ended by its time since the last call."""
+        """Tell routers of the adapters whose grants have expired since the last call."""
         now = self._clock()
         with self._database.reading() as rows:
             between = (self._looked_ns, now)

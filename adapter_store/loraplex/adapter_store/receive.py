@@ -266,7 +266,7 @@ async def _heard_out(coming: AsyncIterator[P]) -> AsyncIterator[AsyncIterator[P]
 
 
 def _check_announced(model: pb.BaseModel, received: Mapping[str, Blob]) -> None:
-    """Check that all announced files arrived: a client that vanished may end its stream like one that is done."""
+    """Check that all announced files arrived: the stream of a vanished client may end without an error."""
     announced = {file.name: Blob(file.sha256, file.size) for file in model.files}
     if announced and announced != received:
         wrong = min(name for name in {*announced, *received} if announced.get(name) != received.get(name))

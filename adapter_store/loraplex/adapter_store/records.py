@@ -104,7 +104,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The origin of an imported revision: the URI that was asked for, and what it was then.
+    """The origin of an imported revision: the requested URI, and the exact version that it named.
 
     `pin` is a URI of these bytes alone, where the source has one: a commit, a digest; the files have their versions.
     """

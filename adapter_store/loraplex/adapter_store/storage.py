@@ -83,7 +83,7 @@ class Upload:
             return {name: Blob(DIGEST_PREFIX + self._hashes[name].hexdigest(), size) for name, size in sizes}
 
     def digest(self, name: str) -> str:
-        """Return the digest of what came of a file so far."""
+        """Return the digest of the bytes received so far."""
         with self._lock:
             return DIGEST_PREFIX + self._hashes[name].hexdigest()
 

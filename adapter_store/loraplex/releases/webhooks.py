@@ -142,7 +142,7 @@ class _Message:
 
 
 class Webhooks:
-    """Sends the events of the catalog to webhooks, each in a thread of its own, which waits for none of the others."""
+    """Sends the events of the catalog to webhooks, each in its own thread, so that a slow one delays no other."""
 
     def __init__(self, database: Database, webhooks: list[Webhook]) -> None:
         self._database = database

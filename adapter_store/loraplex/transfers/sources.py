@@ -67,5 +67,5 @@ def down(message: str) -> Unavailable:
 
 
 def changed(file: SourceFile, how: str) -> Aborted:
-    """Return the error of a file that is not as it was listed."""
+    """Return the error of a file that differs from its listing."""
     return Aborted(f"{file.path} has changed during the import: {how}; import again", reason="SOURCE_CHANGED")

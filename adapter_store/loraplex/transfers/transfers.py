@@ -227,7 +227,7 @@ def _told_pieces(reader: BlobReader, progress: Progress) -> Iterator[bytes]:
 
 
 def _modules(opened: Callable[[], tuple[Revision, Files]]) -> list[str]:
-    """Return the last names of the adapted modules, such as q_proj; none of bytes that only a hash model takes."""
+    """Return the last names of the adapted modules, such as q_proj; empty for an adapter of a hash model."""
     _, readers = opened()
     try:
         weights = readers[WEIGHTS_FILE]

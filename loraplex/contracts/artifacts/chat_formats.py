@@ -109,7 +109,7 @@ def parse_format(field: str, value: Any, kind: type[F]) -> F:
 
 
 def _check_calls(field: str, form: CallFormat) -> None:
-    """Raise ArtifactError where a text is missing by which calls are read."""
+    """Raise ArtifactError if a text that delimits calls is missing."""
     before, between, behind, _ = map(str.strip, form.argument)
     end = form.call[2].strip()
     for holds, part, message in (

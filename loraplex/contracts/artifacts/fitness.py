@@ -98,7 +98,7 @@ def is_right(answer: str, expected: str) -> bool:
 
 
 def wilson_interval(count: int, total: int) -> tuple[float, float]:
-    """Return the 95% interval of a share of which `count` of `total` were seen (Wilson 1927)."""
+    """Return the 95% interval of a share, given `count` of `total` (Wilson 1927)."""
     share, z2 = count / total, _Z * _Z / total
     middle, half = share + z2 / 2, _Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total))
     return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))

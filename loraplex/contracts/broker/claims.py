@@ -252,7 +252,7 @@ def _readable(message: bytes, decode: Callable[[bytes], T]) -> T | None:
 
 
 def _claimant(worker_id: str, base_digest: str, capacity: Capacity) -> tuple[bytes, list[str | bytes | int]]:
-    """Return the arguments of broker/lua/claim.lua that all scans of a claim share: the worker, and what it has."""
+    """Return the arguments of broker/lua/claim.lua that all scans of a claim share: the worker and its capacity."""
     limits = (capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank)
     row = capacity.row_to_share or RowToShare("", 0, ())
     return _packed(worker_id, base_digest, *limits), [

@@ -135,7 +135,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Return the number of choices that have not ended, each of which takes a row."""
+        """Return the number of choices that have not ended; each takes a row."""
         return self.n - len(self.done)
 
     @property

@@ -296,7 +296,7 @@ class _Check:
 
 
 def _joined(base: str, reference: str) -> str:
-    """Return the address that a reference means, without its fragment; empty for one that is no URL."""
+    """Return the URL of a reference without its fragment; empty if it is not a URL."""
     try:
         return urldefrag(urljoin(base, reference)).url
     except ValueError:

@@ -67,7 +67,7 @@ class OneMessage(Interceptor):
         self._limit_s = limit_s
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        """Serve the method as one of a stream of messages, of which the first is read."""
+        """Register a unary method as streaming, and read the first message."""
         decode = handler.request_deserializer
         if handler.request_streaming or decode is None:
             return handler

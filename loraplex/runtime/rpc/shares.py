@@ -130,7 +130,7 @@ class FairTurns:
             self._admit()  # a smaller amount behind this one may fit
 
     def _admit(self) -> None:
-        """Let tenants take in turn until none of them may take more."""
+        """Admit waiting tenants in turn until no waiting request fits."""
         refused = 0
         while refused < len(self._waiting):
             tenant, queue = next(iter(self._waiting.items()))

@@ -41,7 +41,7 @@ class AccessSettings:
     jwt_issuers: str = setting("file of the issuers whose tokens (JWT) are accepted, and of their rules", "")
 
     def check_access(self, host: str, insecure_tenants: bool) -> None:
-        """Raise ValueError where the settings let in whom they should not, or go without each other."""
+        """Raise ValueError if the settings admit unauthenticated callers, or lack one that another needs."""
         if self.tls_files() is None:
             for name in _PORTS:
                 if getattr(self, name) is not None:

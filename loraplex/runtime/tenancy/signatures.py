@@ -195,7 +195,7 @@ class RevisionGrantIssuer:
         self._signed = lru_cache(_CACHED_TICKETS)(self._sign)
 
     def issue(self, tenant: str, revisions: tuple[str, ...]) -> bytes:
-        """Return a grant as it is sent, which is valid for GRANT_S at most and half of that at least."""
+        """Return a serialized grant, valid for GRANT_S / 2 to GRANT_S seconds."""
         # With another certificate another one is made: the former one may end before they do.
         return self._signed(tenant, revisions, int(self._now() / (GRANT_S / 2)), self._signer.look(recent=True))
 

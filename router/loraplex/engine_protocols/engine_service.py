@@ -297,7 +297,7 @@ class EngineService:
             self._block_feed.unsubscribe(subscription)
 
     async def FlushCache(self, request: Any, context: Context) -> Any:
-        """Refuse: a block is never served to others than whom it was computed for."""
+        """Refuse: blocks are never shared between tenants, so nothing must be flushed."""
         raise NotBuilt("FlushCache")
 
     async def StartProfile(self, request: Any, context: Context) -> Any:

@@ -234,7 +234,7 @@ class Router:
         self._following: asyncio.Task[None] | None = None
 
     def _make_public_servers(self) -> GuardedServers:
-        """Return the servers for tenants and operators, which report whom they refuse."""
+        """Return the servers for tenants and operators, which report refused callers."""
         keys = KeyDirectory(stale_s=self.settings.store_away_s)
         self.metrics.keys_age.set_function(keys.age_s)
         if (tls := self.tls) is not None:

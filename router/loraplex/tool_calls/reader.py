@@ -186,7 +186,7 @@ class CallReader(NoCalls):
         raise AssertionError
 
     def _read_text(self, behind: str, types: frozenset[str]) -> Reading:
-        """Read a value up to the text behind it; line breaks that the format writes at its ends are none of it."""
+        """Read a value up to the text behind it; line breaks that the format writes around it are left out."""
         if self._form.argument[1].endswith("\n") and (character := (yield from self.one())) != "\n":
             self.push_back(character)
         broken = (f"\n{behind}",) if self._form.argument[2].startswith("\n") else ()

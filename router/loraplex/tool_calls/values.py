@@ -16,7 +16,7 @@ JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", d
 
 
 def json_of(literal: str, quote: str = "") -> str:
-    """Return a literal as JSON; one that is none as a string."""
+    """Return a literal as JSON; other text as a string."""
 
     def in_json(found: re.Match[str]) -> str:
         parts = found.groupdict()

@@ -349,7 +349,7 @@ class RoutedJob:
         return True
 
     def _begin_choice(self, frame: Frame) -> None:
-        """Take what comes with the first ids of a choice."""
+        """Record the values that accompany a choice's first ids."""
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
             self.adapter_ms = frame.adapter_ms or 0.0

@@ -96,7 +96,7 @@ class NotACallError(Exception):
 
 
 class NoCalls:
-    """The characters of a choice, none of whose texts is read as a call."""
+    """The characters of a choice whose text is never read as calls."""
 
     def __init__(self) -> None:
         # Number of calls that were read to their end.

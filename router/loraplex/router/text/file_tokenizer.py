@@ -170,7 +170,7 @@ class Detokenizer:
         self._anchor, self._anchor_text = self._find_anchor()
 
     def _find_anchor(self) -> tuple[list[int], str]:
-        """Return a token of plain letters and its text, to see what others add after it."""
+        """Return a token of plain letters and its text, behind which other tokens' texts are measured."""
         if self._letters is None:
             for token_id in range(self._tokenizer.get_vocab_size()):
                 text = self._decoded([token_id])

@@ -312,7 +312,7 @@ async def drop_gone_revisions(fetcher: AdapterFetcher) -> None:
 
 
 def _kept_sets(used: Iterable[AdapterRef], gone: Collection[str]) -> Iterable[str]:
-    """Return the digests of the weighted sets in use of which no part is gone."""
+    """Return the digests of weighted sets in use whose parts all exist."""
     for adapter in used:
         if adapter.parts and not any(part.digest in gone for part in adapter.summands):
             yield adapter.digest

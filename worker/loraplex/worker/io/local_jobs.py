@@ -310,7 +310,7 @@ class LocalJob:
             self.enter(LocalJobState.ENDED)
 
     def drop(self, choice: int) -> LocalChoice | None:
-        """Remove an answer; None: there is none of this number."""
+        """Remove the answer of this number; None if there is none."""
         dropped = self.choices.pop(choice, None)
         if dropped is not None:
             dropped.drop()

@@ -119,7 +119,7 @@ class WeightedSets:
 
 
 class DiskPin:
-    """The revisions of one job: none of them leaves the disk before `release`."""
+    """The revisions of one job, which stay on the disk until `release`."""
 
     def __init__(self, fetcher: AdapterFetcher, wait_s: float) -> None:
         self._fetcher = fetcher

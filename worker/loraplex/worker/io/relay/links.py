@@ -453,7 +453,7 @@ class RouterLinks:
         self.next_change = asyncio.Event()
 
     def ended(self, address: str, link: RouterLink) -> None:
-        """Forget a link: what comes now opens another."""
+        """Forget an ended link; the next message opens a new one."""
         if self._links.get(address) is link:
             del self._links[address]
 
