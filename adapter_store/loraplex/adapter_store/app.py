@@ -173,10 +173,9 @@ class Store:
         self.addresses: Sequence[str] = ()
 
     async def start(self) -> None:
-        """Open the data, listen, serve.
+        """Open the data, listen, serve; an error leaves nothing open.
 
-        Raises DataDirectoryError, SettingsError, SignersError, WebhooksError, AuditFileError or PortInUse,
-        and leaves nothing open.
+        Raises DataDirectoryError, SettingsError, SignersError, WebhooksError, AuditFileError or PortInUse.
         """
         await asyncio.to_thread(self._open)
         try:

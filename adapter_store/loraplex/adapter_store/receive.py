@@ -174,10 +174,9 @@ class Receiver:
         return NewRevision(revision, header.alias, header.etag, caller().key_id, *rest)
 
     def _join(self, upload: Upload, base: Base) -> list[str]:
-        """Make fields of the configuration of the files beside it; return what the adapter's owner should know.
+        """Add the files beside the configuration to its fields; return warnings for the adapter's owner. Blocks.
 
-        The same as `adapters push`, but for added tokens and end tokens, of which those stay that are not the base's.
-        Blocks.
+        The same as `adapters push`, but for added and end tokens, of which those stay that are not the base's.
         """
         upload.finish()
         if why := why_no_adapter(upload.path):

@@ -226,9 +226,8 @@ class JobQueue:
     ) -> Claimed:
         """Take the next jobs of a base model that suit a worker, up to its free rows; from now on they are its own.
 
-        `reports` are charged first, as `charge` does it, so that they count for whose turn it is. With `wait_s` the
-        server waits up to so many seconds for a wake-up before it claims; `stop_waiting` ends the wait. `freed`: the
-        last claim was `crowded`, and capacity has become free since.
+        `reports` are charged first, as by `charge`, to count for whose turn it is. With `wait_s` the server waits
+        for a wake-up; `stop_waiting` ends the wait. `freed`: the last claim was `crowded`, and capacity is free since.
         """
         await self.charge(reports[:-CHARGES_AT_ONCE])
         return await self._claims.claim(base_digest, capacity, reports[-CHARGES_AT_ONCE:], wait_s=wait_s, freed=freed)
@@ -293,9 +292,8 @@ class JobQueue:
     async def forget_tenant(self, tenant: str) -> RemovedRecords:
         """Remove what the cell has of a tenant; returns what there was.
 
-        The accounts of the ledger stay, since a tenant that comes back must not have its quota again; so do charges
-        whose usage events are not written yet, and what expires within two minutes: charges of claimed jobs, operators'
-        commands.
+        The accounts of the ledger stay, so that a tenant that comes back has no new quota; so do charges without
+        a usage event, and what expires within two minutes: charges of claimed jobs, operators' commands.
         """
         pins = await self.pins.forget_tenant(tenant)
         letters = [data for data, dead in await self.dead.records() if dead.tenant == tenant]

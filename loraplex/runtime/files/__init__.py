@@ -83,8 +83,7 @@ def is_private(path: Path) -> bool:
 def _stamp(path: Path) -> tuple[int, ...]:
     """Return numbers of a file that change with its content.
 
-    With the size, since a file that is written in two parts may have one time. The last is the time of a change of
-    owner or mode too, after which a file may be readable.
+    A file written in two parts may have one time, so the size is among them; the last changes with owner and mode too.
     """
     stat = os.stat(path)
     return stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_ctime_ns

@@ -173,10 +173,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return guarded
 
     def _guard_stream(self, method: Method, name: str) -> Method:
-        """Guard a method that yields; its messages are written here.
+        """Guard a method that yields; its messages are written here, not by gRPC.
 
-        gRPC writes what a generator yields outside of it: there the end of a credential would end the call of a client
-        that reads nothing without a status.
+        There the end of a credential would end the call of a client that reads nothing without a status.
         """
 
         async def guarded(request: Any, context: Context) -> None:
@@ -252,8 +251,7 @@ class _Writes:
 def _as_call_error(error: Exception, name: str) -> CallError:
     """Return the error that ends the call, without its traceback.
 
-    gRPC keeps what `abort` raises with the call. With the frames of a traceback, which know the call, that would be a
-    cycle that holds the request's message until a garbage collection.
+    gRPC keeps what `abort` raises with the call, whose frames know the call: a cycle that would hold the message.
     """
     if not isinstance(error, CallError):
         log.exception("%s failed", name, exc_info=error)

@@ -162,9 +162,8 @@ ACCEPT_S = 0.25
 async def run(settings: RouterSettings, *, supervised: bool = False) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    A supervised router shares the ports of tenants with others, and drains to its end, however many signals come: the
-    supervisor sends one, and whoever stops the whole group another.
-    Raises AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
+    A supervised router drains to its end, however many signals come: the supervisor sends one, and its group may get
+    another. Raises AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
     stop, metrics, spans = (
         stop_signal(second_ends=not supervised),

@@ -75,13 +75,10 @@ class _ExcessError(Exception):
 
 
 def field_in_excess(data: bytes, message: Descriptor, limit: int = FIELDS) -> str:
-    """Return the path of the first field above the maximum number in a message's bytes; empty: there are no more.
+    """Return the path of the first field above the maximum number in a message's bytes; empty: there is none.
 
-    They are counted before the message is decoded, which makes an object of each: a message of 4 MiB may hold two
-    million parts of a chat, whose decoding would keep the event loop for tens of milliseconds. The format of the bytes:
-    https://protobuf.dev/programming-guides/encoding/.
-
-    Bytes that are no message have none: their decoder refuses them.
+    Counted before decoding, which makes an object of each: a message of 4 MiB may hold two million parts of a chat, and
+    would keep the event loop for tens of milliseconds. The format: https://protobuf.dev/programming-guides/encoding/.
     """
     if len(data) <= limit:  # a field has at least a byte
         return ""

@@ -448,10 +448,9 @@ class StoreClient:
 
 
 async def _until_answered(ask: Callable[[float], Awaitable[T]]) -> T:
-    """Ask, and again where the store cannot be reached: no request should fail of one that restarts within RESTART_S.
+    """Ask, and again while the store restarts, for RESTART_S. Raises AioRpcError.
 
-    `ask` gets its timeout in seconds: a store that is reached and hangs is not waited for any longer. Raises
-    AioRpcError.
+    `ask` gets its timeout in seconds: a store that is reached and hangs is asked once.
     """
     until = time.monotonic() + RESTART_S
     while True:

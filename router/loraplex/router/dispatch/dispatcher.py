@@ -399,10 +399,9 @@ class Dispatcher:
             routed.sealed_at = now
 
     def _grace_s(self, routed: RoutedJob) -> float:
-        """Return for how many seconds a job may be missing: twice as long after each attempt that was never bound.
+        """Return for how many seconds a job may be missing: doubled after each attempt that was never bound.
 
-        An overloaded worker or link reports its claims late. At a fixed time each late report would make another
-        attempt, and these attempts would add to the overload.
+        At a fixed time late reports of an overloaded worker or link would make attempts, which add to the overload.
         """
         return self._timing.claim_grace_s * (1 << min(routed.unclaimed, _GRACE_DOUBLINGS))
 

@@ -231,9 +231,8 @@ class WorkerLinks:
     def lost(self, bound: AbstractSet[str], living: AbstractSet[str]) -> set[str]:
         """Return the incarnations in `bound` (with jobs) that count as lost, given those that Redis lists as alive.
 
-        A lapse in Redis alone ends nobody: the worker may be cut off from Redis only, and its answers go on. So its
-        link must be silent as well; workers with jobs send something every half second. One look is not enough either:
-        a Redis that has just lost its data knows no worker until the next beats.
+        A worker that is cut off from Redis alone goes on, so its link must be silent too: workers with jobs send
+        something every half second. One look is not enough: a Redis that lost data knows no worker until they beat.
         """
         now = time.monotonic()
         self._missing = {missing: self._missing.get(missing, now) for missing in bound - living}

@@ -51,10 +51,9 @@ _TEXT_BYTES = 128
 
 
 def check_answer_size(request: Request, prompt: int, max_tokens: int) -> None:
-    """Raise InvalidField where a part of the answer does not fit one message; `prompt` is the number of its tokens.
+    """Raise InvalidField if a part of the answer exceeds one message; `prompt` is the number of its tokens.
 
-    Such parts are the prompt's log probabilities, and the best of several candidates. Other answers come in as many
-    messages as they need.
+    Such parts are the prompt's log probabilities, and the best of several candidates: others come in several messages.
     """
     if request.prompt_logprobs is not None:
         _check("output.prompt_logprobs", request.prompt_logprobs, prompt - request.prompt_logprobs_start, 0)

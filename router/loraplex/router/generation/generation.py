@@ -93,10 +93,9 @@ class Generation:
     def drop_stalled(self) -> None:
         """Drop clients that have not read for too long, each alone; called every STALLED_LOOK_S.
 
-        gRPC buffers some messages of a stream and then blocks the next one. What the job makes meanwhile is bounded by
-        that time, and by the answer's length; the job is never paused. Then it is stopped and frees its row. Should the
-        client read again, it gets the messages up to there and CLIENT_TOO_SLOW; until then the call counts as open for
-        its tenant (router.api.service).
+        gRPC buffers some messages of a stream and then blocks the next one; the job is not paused until it is stopped
+        here. A client that reads again gets the messages up to there and CLIENT_TOO_SLOW; until then its call counts as
+        open (router.api.service).
         """
         for run in self._runs:
             reader = run.routed.reader

@@ -308,10 +308,9 @@ async def watch_steps(
     """Watch the engine; never returns. Raises EngineLostError when it has ended the engine.
 
     After `stall_s` seconds of silence the worker claims nothing; where other workers live, it goes out of service and
-    gives back the jobs that they take. After `replace_s` the engine is ended. An engine is never silent: it reports
-    every step, which takes at most a third of `stall_s` (chunk_sizer.py), and without work that it lives. Time in which
-    the machine gives it no processor is no silence. An engine that runs a suspect has until `replace_s`: a stall may
-    pass, and another blame ends the suspect, so it must cost an engine. So has one that compiles a kernel.
+    gives back the jobs that they take. After `replace_s` the engine is ended. A live engine reports every step, which
+    takes at most a third of `stall_s` (chunk_sizer.py), and idle beats; time without a processor does not count. One
+    that compiles a kernel or runs a suspect, which another blame would end, has until `replace_s`.
     """
     looked_at = time.monotonic()
     while True:

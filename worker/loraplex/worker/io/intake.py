@@ -354,9 +354,8 @@ def free_capacity(
 ) -> Capacity:
     """Return what this worker can take now, beside its local jobs.
 
-    No rows: the engine is `stalled`, or has a job that nothing may begin beside. Rows of jobs whose adapter is late are
-    lent once each, up to twice the engine's rows in all. Rows of jobs whose router is lost count as free (see
-    `jobs_to_drop`).
+    No rows if the engine is `stalled`, or has a job that runs alone. Rows of jobs whose adapter is late are
+    lent once each, up to twice the engine's; those of jobs of a lost router count as free (see `jobs_to_drop`).
     """
     running = jobs.running
     preparing = [local for local in jobs.all() if local.preparing_for_engine]

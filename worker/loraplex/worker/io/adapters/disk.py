@@ -186,11 +186,10 @@ class DiskTier:
         return not self._requests and fits and self._allows(tenant, sizes)
 
     def _allows(self, tenant: str, sizes: Mapping[str, int]) -> bool:
-        """Tell whether a tenant may pin revisions; the first ones it always may.
+        """Return whether a tenant may pin revisions; its first ones it always may.
 
-        A running answer keeps its adapter on the disk to its end. A tenant with pinned revisions pins more only while
-        it then has no more than what was free of the budget, so that the answers of one tenant alone keep half of it
-        (see rpc.shares).
+        A running answer keeps its adapter on the disk. A tenant with pinned revisions pins more while it has no more
+        than was free of the budget: the answers of one tenant alone keep half of it (see rpc.shares).
         """
         own = self._tenant_pins.get(tenant)
         if not own or (more := sum(size for digest, size in sizes.items() if digest not in own)) == 0:
