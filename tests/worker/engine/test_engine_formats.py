@@ -15,6 +15,7 @@ import pytest
 
 from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
+from loraplex.worker.engine.scheduling import grammars
 from loraplex.worker.engine_api import NewSequence, Output
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 
@@ -113,6 +114,33 @@ def test_every_answer_is_valid_and_the_same_in_every_batch(
     for name, (last, ids) in answers(TIGHT, begun).items():
         assert emitted[name] + ids == roomy[name][1]
         assert last.finish is roomy[name][0].finish
+
+
+@BOTH_MODES
+def test_a_step_decodes_one_of_the_sequences_whose_grammars_are_slow(
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Run, directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In turn, so that they delay the others once a step; no id depends on it."""
+    sequences = [
+        tiny_llama.request(f"{number}", (*range(20, 40), number), 20, grammar=regex_grammar("[a-f]{3}-[0-9]{20,30}x"))
+        for number in range(4)
+    ] + [tiny_llama.request("free", range(20, 40), 12)]
+    truth = answered(run_until_idle(make_engine(directory, **ROOMY), {0: sequences}))
+    monkeypatch.setattr(grammars, "_SLOW_S", 0.0)
+    engine, slow = make_engine(directory, **ROOMY), list[str]()
+    schedule = engine._scheduler.schedule
+
+    def scheduled() -> Any:
+        if batch := schedule():
+            some = [row.sequence for row in batch.rows if row.count == 1]
+            slow.append(" ".join(one.sequence_id for one in some if one.grammar is not None and one.grammar.slow))
+        return batch
+
+    monkeypatch.setattr(engine._scheduler, "schedule", scheduled)
+    made = answered(run_until_idle(engine, {0: sequences}))
+    assert {name: ids for name, (_, ids) in made.items()} == {name: ids for name, (_, ids) in truth.items()}
+    assert {"0", "1", "2", "3"} <= {*slow} <= {"", "0", "1", "2", "3"}
 
 
 def test_formats_of_every_kind_and_requests_without_share_a_batch(

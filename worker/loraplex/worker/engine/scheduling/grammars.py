@@ -45,6 +45,9 @@ _BYTES_PER_CHARACTER = 200
 # rare.
 _FEW_WORDS = 16
 
+# Minimum processor time in seconds for one id of a slow grammar: a hundred times the usual.
+_SLOW_S = 0.002
+
 # A grammar that is compiled once, so that what all of them need is there.
 _WARM_UP = choices_grammar(["a"])
 
@@ -67,6 +70,8 @@ class GrammarState:
         self._own_ends = frozenset(() if stopping.ignore_eos else stopping.end_ids) - vocabulary.end_ids
         self.vocabulary = vocabulary
         self.complete = False
+        # Whether the last id took long: when a sequence is scheduled may depend on it, no id does.
+        self.slow = False
         # The next ids, where the last masks left but one text: a draft, as the model may split it otherwise. Looked for
         # where there are drafts.
         self.forced: tuple[int, ...] = ()
@@ -79,12 +84,14 @@ class GrammarState:
     def advance(self, token: int) -> Failure | None:
         """Take the next id of the answer; return why the answer fails where the grammar does not allow it."""
         self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
+        began = time.thread_time()
         if not self.complete and not self._take(token):
             error = self.matcher.get_error()
             if error.startswith("Parser Error: Current row has"):
                 return self.problem()
             return grammar_failure(f"token {token} is not allowed: {plain_error(error)}")
         self._look()
+        self.slow = time.thread_time() - began >= _SLOW_S
         return None
 
     def _take(self, token: int) -> bool:

@@ -183,7 +183,7 @@ class Scheduler(SequenceScheduler):
 
     Of a tenant's sequences the first to come is the first to run, with priorities. A step's work is O(batch and tenants
     that wait). `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a chunk sizer its chunks get of
-    them what that allows.
+    them what that allows. Of the decodes whose grammars are slow one is in a step, in turn.
     """
 
     blocks: BlockManager
@@ -255,6 +255,8 @@ class Scheduler(SequenceScheduler):
         prefilling: list[Sequence] = []
         decodes: list[int] = []
         running, index = self._running.in_rank, 0
+        slow = [one for one in running if one.grammar is not None and one.grammar.slow]
+        passed = {*slow} - {slow[self._steps % len(slow)]} if slow else ()
         # From the first in rank on; preemption takes the present one, or later ones.
         while index < len(running):
             sequence = running[index]
@@ -265,6 +267,8 @@ class Scheduler(SequenceScheduler):
                 continue
             if sequence.length - computed > 1:
                 prefilling.append(sequence)
+            elif sequence in passed:
+                continue
             elif computed < len(sequence.block_table) * self.limits.block_size or self._running.extend(sequence):
                 plan.add_row(sequence, 1)
                 decodes.append(computed)
