@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from loraplex.contracts.broker.messages import Job
 from loraplex.contracts.options import (
     NO_DRAFTS,
@@ -14,7 +16,8 @@ from loraplex.contracts.options import (
 )
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.router.dispatch.links import read_frame
-from loraplex.worker.engine_api import Output
+from loraplex.worker.engine.scheduling.sequence import check_sequence
+from loraplex.worker.engine_api import AdapterSource, EngineLimits, Output, SequenceRefusedError
 from loraplex.worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
 from loraplex.worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, add_frames
 
@@ -71,6 +74,21 @@ def test_a_vector_goes_with_the_end_and_again_after_a_rewind() -> None:
         assert read_frame(frame).vector == vector
         choice.rewind(0)
         assert choice.has_news
+
+
+def test_an_activated_adapter_without_a_place_is_refused_and_not_taken_for_one_at_the_beginning() -> None:
+    """As an older router sends it; the prompt begins with the invocation, and has it again."""
+    limits = EngineLimits(rows=1, max_tokens=64, max_rank=8, vocab_size=9, block_size=4, blocks=24, adapter_slots=1)
+    adapter = AdapterSource("sha256:1", "somewhere", invocation=(1,))
+    for source, place, taken in ((adapter, None, None), (adapter, 0, 0), (adapter, 2, 2), (None, None, 0)):
+        asking = Job("j", "acme", "tiny", "sha256:0", "router", (1, 2, 1), StoppingParams(9), invoked_at=place)
+        sequence = sequence_of(LocalJobs().add(asking).choices[0], source)
+        if taken is None:
+            with pytest.raises(SequenceRefusedError, match="the adapter is not invoked"):
+                check_sequence(sequence, limits)
+        else:
+            check_sequence(sequence, limits)
+            assert sequence.invoked_at == taken
 
 
 def test_drafts_are_told_as_those_so_far_and_alike_after_a_rewind() -> None:

@@ -164,6 +164,8 @@ class LocalChoice:
 def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequence:
     """Build the engine's sequence for an answer."""
     job = choice.job
+    # An older router gives an activated adapter no place: at 0 its answer may be another one, so the engine refuses it.
+    unplaced = -1 if adapter is not None and adapter.invocation else 0
     return NewSequence(
         sequence_id=choice.sequence_id,
         prompt_ids=job.prompt_ids,
@@ -183,7 +185,7 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         grammar=job.grammar,
         speculate=job.speculate,
         encode=job.encode,
-        invoked_at=job.invoked_at or 0,
+        invoked_at=unplaced if job.invoked_at is None else job.invoked_at,
     )
 
 
