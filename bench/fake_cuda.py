@@ -25,6 +25,7 @@ from triton.runtime import driver
 from loraplex.contracts.options import TokenLogprobs
 from loraplex.worker.engine import torch_engine
 from loraplex.worker.engine.decoder import cuda
+from loraplex.worker.engine.decoder.recognition import recognize
 from loraplex.worker.engine.device import KernelCall
 from loraplex.worker.engine.lora.weights import AdapterWeights, PackedAdapter
 from loraplex.worker.engine.model.loader import LoadedModel, load_model
@@ -276,12 +277,8 @@ class FakeEngine:
         self.device, self._tensors = FakeCuda(), FakeTensorMode()
         self._chance = random.Random(seed)
         with self._found():
-            forms: dict[str, Any] = {
-                name: _in_earnest(getattr(cuda, name))
-                for name in ("norm_form", "gate_of", "attention_form", "use_layers")
-            }
             made: dict[str, Any] = {"load_model": self._load, "adapter_cache": _adapter_cache}
-            with patch.multiple(torch_engine, **made), patch.multiple(cuda, **forms):
+            with patch.multiple(torch_engine, **made), patch.object(cuda, "recognize", _in_earnest(recognize)):
                 self.engine = build_engine(config, **{"paced": False} | options)
             self.device.serving = True
 

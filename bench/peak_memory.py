@@ -70,7 +70,7 @@ def main() -> None:
     """Build the engine, compute a random prompt, print the peaks."""
     model, quantize, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
     hide_module("triton")  # as the engine process does on the CPU
-    import loraplex.worker.engine.decoder.recognition  # noqa: F401  # the engine imports it with the first model
+    import loraplex.worker.engine.decoder.cpu  # noqa: F401  # the engine imports it with the first model
     from loraplex.worker.engine.torch_engine import build_engine
 
     imported, blocks = _peak_bytes(), -(-(tokens + 1) // _BLOCK)

@@ -40,7 +40,7 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
         layers: AdapterLayers = adapt_linears(module, loaded.linears, slots, rank, rows, loaded.device, loaded.dtype)
         if rank := config.max_expert_rank:
             layers = adapt_experts(layers, module, loaded.experts, slots, rank, rows, loaded.device, loaded.dtype)
-        use_kernels(module, loaded.dtype)
+        use_kernels(module, loaded.dtype, loaded.context_length)
         begin = layers.begin_decode
 
         def begin_decode(row_slots: Sequence[int], size: int) -> None:

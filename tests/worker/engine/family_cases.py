@@ -59,7 +59,7 @@ def compare(family: str) -> tuple[float, dict[str, int]]:
         with patch.object(KernelCall, "launch", lambda call: None):
             adapt_linears(loaded.module, loaded.linears, 1, 8, 4, loaded.device, loaded.dtype)
         before = logits(loaded)
-        use_kernels(loaded.module, loaded.dtype)
+        use_kernels(loaded.module, loaded.dtype, loaded.context_length)
         forwards: list[Any] = [vars(module).get("forward") for module in loaded.module.modules()]
         kinds = Counter(forward.__qualname__.split(".")[0] for forward in forwards if forward is not None)
         return float((logits(loaded) - before).abs().max() / before.abs().max()), kinds

@@ -110,7 +110,7 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, int]:
             a, b = (torch.randn(8, size, generator=generator).to(loaded.device, dtype) / 4 for size in sizes)
             pairs[linear] = LoraPair(a, b)
         lora.install(AdapterWeights(pairs, 8), slot)
-    use_kernels(module, dtype)
+    use_kernels(module, dtype, loaded.context_length)
     use_invariant_products(module)
     lora.keep_low_tiles()
     found = {name: differing(loaded, lora, name) for name in NAMES[device]}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch.nn.functional import gelu, silu
 
 from loraplex.contracts.artifacts.families import KvShape
 from loraplex.worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
-from loraplex.worker.engine.decoder.cuda import QueryKeyNorms, RotaryForm, gate_call
-from loraplex.worker.engine.decoder.residuals import FORMS, NormForm, NormKernel, norm_call
+from loraplex.worker.engine.decoder.cuda import gate_call, norm_call, rotate_call
+from loraplex.worker.engine.decoder.recognition import NORMS, AttentionForm, Norm
 from tests.worker.engine.interpreted import interpret_quickly
 
 NOTHING = torch.empty(0)
@@ -32,20 +33,20 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
     for columns in (16, 100, 3000):
         x = (torch.randn(5, 2 * columns, generator=generator) * 3).to(dtype)
         weight = torch.randn(columns, generator=generator).to(dtype)
-        for offset, late in FORMS:
-            form = NormForm(1e-5, offset, late)
-            norm = NormKernel(form, weight.to(device))
+        for offset, late in NORMS:
+            form = Norm(weight, 1e-5, offset, late)
+            norm = replace(form, weight=weight.to(device))
             out = torch.zeros(5, columns, dtype=dtype, device=device)
             norm_call(norm, x.to(device)[:, :columns], out).launch()
-            found[f"norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(x[:, :columns], weight))
+            found[f"norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(x[:, :columns]))
             # The sums, in what is kept of them, are those of torch's operator.
             added, sums = (x[:, columns:].to(device).contiguous(), torch.zeros_like(out))
             norm_call(norm, x.to(device)[:, :columns], out, added, sums).launch()
             expected = x[:, :columns] + x[:, columns:]
             assert torch.equal(sums.cpu(), expected)
-            found[f"sum and norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(expected, weight))
+            found[f"sum and norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(expected))
             norm_call(None, x.to(device)[:, :columns], None, added, sums, norm).launch()
-            expected = x[:, :columns] + form.compute(x[:, columns:], weight)
+            expected = x[:, :columns] + form.compute(x[:, columns:])
             found[f"normed sum of {columns}, {offset:g}, {late}"] = difference(sums, expected)
         out = torch.zeros(5, columns, dtype=dtype, device=device)
         gate_call(x.to(device), out).launch()
@@ -54,30 +55,35 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
         found[f"gelu of {columns}"] = difference(out, gelu(x[:, :columns], approximate="tanh") * x[:, columns:])
     for dim, value_dim, heads, kv_heads in ((16, 16, 4, 2), (24, 10, 3, 1)):
         found[f"rotation of {heads} heads of {dim}"] = rotation(
-            dtype, device, RotaryForm(CALL, heads, kv_heads, dim, value_dim)
+            dtype, device, AttentionForm(heads, kv_heads, dim, value_dim, dim, CALL)
         )
         for what, sizes in {"each": (dim, dim), "all": (heads * dim, kv_heads * dim)}.items():
-            norms = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
-            both = QueryKeyNorms(NormForm(1e-6, 1.0, late=True), *(norm.to(device) for norm in norms))
-            normed = RotaryForm(CALL, heads, kv_heads, dim, value_dim, both)
+            query, key = (
+                Norm(torch.randn(size, generator=generator).to(device, dtype), 1e-6, 1.0, late=True) for size in sizes
+            )
+            normed = AttentionForm(heads, kv_heads, dim, value_dim, dim, CALL, (query, key))
             found[f"norm of {what}, rotation of {heads} heads of {dim}"] = rotation(dtype, device, normed)
     return found
 
 
-def rotation(dtype: torch.dtype, device: str, form: RotaryForm) -> float:
+def rotation(dtype: torch.dtype, device: str, form: AttentionForm) -> float:
     """Compare queries in their rows, and keys and values in the cache."""
     generator, tokens = torch.Generator().manual_seed(2), 5
     x, cos, sin = (
-        torch.randn(tokens, size, generator=generator).to(dtype) for size in (sum(form.widths), form.dim, form.dim)
+        torch.randn(tokens, size, generator=generator).to(dtype)
+        for size in (sum(form.widths), form.key_dim, form.key_dim)
     )
-    cache = KvCache(KvShape(1, form.kv_heads, form.dim, form.value_dim), 3, 4, dtype, torch.device(device), int8=False)
+    cache = KvCache(
+        KvShape(1, form.kv_heads, form.key_dim, form.value_dim), 3, 4, dtype, torch.device(device), int8=False
+    )
     slots = torch.tensor([9, 2, 4, 0, 7])
     normed, norms = x[:, : sum(form.widths[:2])].clone(), form.norms
     if norms is not None:
-        pairs = zip(normed.split_with_sizes(form.widths[:2], 1), (norms.query.cpu(), norms.key.cpu()), strict=True)
-        parts = [norms.form.compute(part.reshape(tokens, -1, len(weight)), weight) for part, weight in pairs]
+        on_cpu = (replace(norm, weight=norm.weight.cpu()) for norm in norms)
+        pairs = zip(normed.split_with_sizes(form.widths[:2], 1), on_cpu, strict=True)
+        parts = [norm.compute(part.reshape(tokens, -1, len(norm.weight))) for part, norm in pairs]
         normed = torch.cat([part.flatten(1) for part in parts], 1)
-    call = form.of(normed, x)
+    call = form.call_of(normed, x)
 
     def rotated(part: torch.Tensor) -> torch.Tensor:
         first, second = part.chunk(2, -1)
@@ -86,10 +92,10 @@ def rotation(dtype: torch.dtype, device: str, form: RotaryForm) -> float:
     expected = [rotated(call.query), rotated(call.key), call.value.clone()]
     step = AttentionStep(cache, slots.to(device), PLAN)
     on_device, turned = x.to(device), torch.zeros_like(normed, device=device)
-    form.rotate_call(turned, on_device, cos.to(device), sin.to(device), step).launch()
+    rotate_call(form, turned, on_device, cos.to(device), sin.to(device), step).launch()
     keys, values = (part[slots.to(device)] for part in cache.slots[0])
-    assert torch.equal(form.of(turned, on_device).key, keys)
-    actual = [form.of(turned, on_device).query, keys, values]
+    assert torch.equal(form.call_of(turned, on_device).key, keys)
+    actual = [form.call_of(turned, on_device).query, keys, values]
     return max(difference(mine, own) for mine, own in zip(actual, expected, strict=True))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from loraplex.worker.engine.decoder.recognition import in_whole_vectors
+from loraplex.worker.engine.decoder.cpu import in_whole_vectors
 
 
 @pytest.fixture(params=[1, 2, 5, 7, 10])

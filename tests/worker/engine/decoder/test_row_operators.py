@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from loraplex.worker.engine.decoder.layer import Heads, Norm, Rotation, RowOperators, Slots
+from loraplex.worker.engine.attention.paged import LayerCall
+from loraplex.worker.engine.decoder.layer import Rotation, RowOperators, Slots
+from loraplex.worker.engine.decoder.recognition import AttentionForm, Norm
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 COLUMNS = [1, 5, 16, 54, 131]
@@ -77,17 +79,18 @@ def test_gates_are_silu(columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shared", [0, 1 << 30], ids=["all threads", "one thread"])
 def test_heads_are_normalized_rotated_and_kept(shared: int, dtype: torch.dtype) -> None:
-    norm = Norm(_normal(10, seed=1), 1e-6)
-    for heads, columns in (
-        (Heads(4, 2, 10, 6), 10),
-        (Heads(3, 1, 10, 10, norm, norm), 6),
-        (Heads(2, 2, 10, 4, None, norm), 0),
+    norms, nothing = (Norm(_normal(10, seed=1), 1e-6), Norm(_normal(10, seed=2), 1e-6)), torch.empty(0)
+    call = LayerCall(0, nothing, nothing, nothing, 1.0)
+    for heads in (
+        AttentionForm(4, 2, 10, 6, 10, call),
+        AttentionForm(3, 1, 10, 10, 6, call, norms),
+        AttentionForm(2, 2, 10, 4, 0, call, norms),
     ):
-        _check_heads(RowOperators(dtype, shared), heads, columns)
+        _check_heads(RowOperators(dtype, shared), heads)
 
 
-def _check_heads(operators: RowOperators, heads: Heads, columns: int) -> None:
-    dtype, dims = operators.dtype, (heads.heads + heads.kv_heads) * heads.key_dim
+def _check_heads(operators: RowOperators, heads: AttentionForm) -> None:
+    dtype, dims, columns = operators.dtype, (heads.heads + heads.kv_heads) * heads.key_dim, heads.columns
     x = _normal(MAX_ROWS, dims + heads.kv_heads * heads.value_dim).to(dtype)
     cos, sin = (_normal(MAX_ROWS, columns, seed=seed).to(dtype) for seed in (3, 4))
     slots = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:MAX_ROWS]
@@ -101,7 +104,7 @@ def _check_heads(operators: RowOperators, heads: Heads, columns: int) -> None:
     parts = [
         part.reshape(len(x), -1, heads.key_dim) for part in x[:, :dims].tensor_split([heads.heads * heads.key_dim], 1)
     ]
-    for index, norm in enumerate((heads.query_norm, heads.key_norm)):
+    for index, norm in enumerate(heads.norms or (None, None)):
         part = parts[index].double() if norm is None else _normalized(parts[index], norm).to(dtype).double()
         if columns:
             first, half = part[..., :columns], columns // 2

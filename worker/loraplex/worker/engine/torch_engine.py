@@ -323,15 +323,13 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
     slots, max_rank = config.adapter_slots, config.max_rank
     if device.type == "cpu":
         lay_out(loaded)
-        from loraplex.worker.engine.decoder.recognition import use_kernels  # numba is there only where the CPU computes
+        from loraplex.worker.engine.decoder.cpu import use_kernels  # numba is there only where the CPU computes
         from loraplex.worker.engine.lora.cpu import CpuLayers
 
         layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends, loaded.experts)
-        agree: Callable[[bool], bool] = bool
         if loaded.split is not None:
             loaded.split.join(module)
-            agree = loaded.split.group.agree
-        use_kernels(module, loaded.attention, dtype, loaded.context_length, agree)
+        use_kernels(module, loaded.attention, dtype, loaded.context_length)
         return layers
     # Triton is there only with CUDA
     from loraplex.worker.engine.decoder.cuda import use_kernels as use_cuda_kernels
@@ -354,7 +352,7 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         ) from None
     if loaded.split is not None:
         loaded.split.join(module)
-    use_cuda_kernels(module, dtype)
+    use_cuda_kernels(module, dtype, loaded.context_length)
     if config.batch_invariant:
         from loraplex.worker.engine.decoder.invariant import use_invariant_products
 

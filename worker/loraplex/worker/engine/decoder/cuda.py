@@ -1,10 +1,11 @@
 """Rows of a decoder layer on CUDA: Triton kernels in place of the many small operators of transformers' modules.
 
-The gate of an MLP takes two launches by torch's operators and one by its kernel; the normalization and rotation of
-queries and keys, and their way into the cache, up to 28 and one; normalizations are in residuals.py. A module is
-replaced where it has the form of one of them, which a pass of a few random numbers through a copy of it on the CPU
-decides, to the bit: the kernels round where it does. What has another form stays as it is. Imported only where there is
-Triton.
+    x ─▶ norm ─▶ attention ─▶ + x, norm ─▶ MLP ─▶ +, norm of the next layer ─▶
+
+A normalization is one launch with the addition before it. Families that normalize before they add (Gemma 2 and 3, OLMo
+2) do that in the same launch. The gate of an MLP takes two launches by torch's operators and one by its kernel; the
+normalization and rotation of queries and keys, and their way into the cache, up to 28 and one. The kernels round where
+the operators do. A module of another form stays as it is. Imported only where there is Triton.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -12,33 +13,67 @@ Triton.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
 
-from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, LayerCall, RandomAttention
-from loraplex.worker.engine.decoder.residuals import (
-    NormForm,
-    NormKernel,
-    equal,
-    norm_form,
-    use_layers,
-    weighted,
-    with_random_weight,
+from loraplex.worker.engine.attention.paged import AttentionStep
+from loraplex.worker.engine.decoder.recognition import (
+    GATE_UP,
+    QKV,
+    AttentionForm,
+    LayerForm,
+    Norm,
+    fused_product,
+    recognize,
 )
 from loraplex.worker.engine.device import KernelCall
-from loraplex.worker.engine.lora.base_layers import FusedProduct, own_forward, whole_product
+from loraplex.worker.engine.lora.base_layers import own_forward
 
 # Columns of a program of the gate.
 _GATE_COLUMNS = 1024
+_NO_NORM = Norm(torch.empty(0), 0.0)
+
+
+@triton.jit
+def _weighted(normed, factors, dtype: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply normalized numbers by OFFSET + weight; LATE: round once, at the end."""
+    if not LATE:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * (OFFSET + factors.to(tl.float32))).to(dtype)
+
+
+@triton.jit
+def norm_rows(  # type: ignore[no-untyped-def]
+    out, x, added, sums, weight, inner, columns, x_stride, epsilon, inner_epsilon,
+    OFFSET: tl.constexpr, LATE: tl.constexpr, INNER_OFFSET: tl.constexpr, INNER_LATE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write x / sqrt(mean of x ** 2 + epsilon) * (OFFSET + weight). Grid: row.
+
+    With `added` that of x + added, which go to `sums`; with `inner`, a weight, `added` is normalized first. Without
+    `weight` the sums are all.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    inside = column < columns
+    dtype: tl.constexpr = x.dtype.element_ty
+    numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if added is not None:
+        more = tl.load(added + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        if inner is not None:
+            scale = tl.rsqrt(tl.sum(more * more, 0) / columns + inner_epsilon)
+            factors = tl.load(inner + column, mask=inside, other=0.0)
+            more = _weighted(more * scale, factors, dtype, INNER_OFFSET, INNER_LATE).to(tl.float32)
+        numbers = (numbers + more).to(dtype).to(tl.float32)
+        tl.store(sums + row * columns + column, numbers.to(dtype), mask=inside)
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(numbers * numbers, 0) / columns + epsilon)
+        factors = tl.load(weight + column, mask=inside, other=0.0)
+        tl.store(out + row * columns + column, _weighted(numbers * scale, factors, dtype, OFFSET, LATE), mask=inside)
 
 
 @triton.jit
@@ -139,8 +174,8 @@ def _normed(  # type: ignore[no-untyped-def]
         key_weight + place + half, mask=of_key, other=0.0
     )
     return (
-        weighted(first_a * scale, weight_a, a.dtype, OFFSET, LATE),
-        weighted(first_b * scale, weight_b, a.dtype, OFFSET, LATE),
+        _weighted(first_a * scale, weight_a, a.dtype, OFFSET, LATE),
+        _weighted(first_b * scale, weight_b, a.dtype, OFFSET, LATE),
     )
 
 
@@ -150,67 +185,91 @@ def _rounded(a, b):  # type: ignore[no-untyped-def]
     return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype).to(tl.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class QueryKeyNorms:
-    """Normalizations of queries and keys, of one form: by head, or by all heads where the weights are so long."""
+class NormKernel:
+    """A normalization by its kernel. What was normalized together with an addition waits here for the module's call."""
 
-    form: NormForm
-    query: Tensor
-    key: Tensor
+    def __init__(self, norm: Norm) -> None:
+        self.norm = norm
+        self.waiting: tuple[Tensor, Tensor] | None = None
+
+    def compute(self, hidden_states: Tensor) -> Tensor:
+        """Normalize hidden states [..., columns]."""
+        waiting, self.waiting = self.waiting, None
+        # Compared by identity, so that any other tensor gets its own numbers.
+        if waiting is not None and waiting[0] is hidden_states:
+            return waiting[1]
+        x = hidden_states.reshape(-1, len(self.norm.weight))
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        norm_call(self.norm, x, out).launch()
+        return out.view(hidden_states.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryForm:
-    """The form of an attention whose queries and keys are rotated: `call` holds all but the step's own numbers."""
+def norm_call(
+    norm: Norm | None, x: Tensor, out: Tensor | None, added: Tensor | None = None, sums: Tensor | None = None,
+    inner: Norm | None = None,
+) -> KernelCall:  # fmt: skip
+    """Return the launch that fills out [rows, columns], contiguous, of rows x, or of sums = x + added.
 
-    call: LayerCall
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    norms: QueryKeyNorms | None = None
+    These two are contiguous as well. `inner` normalizes `added` first; without `norm` there is no out.
+    """
+    columns, own, others = x.shape[1], norm or _NO_NORM, inner or _NO_NORM
+    return KernelCall(
+        norm_rows,
+        (len(x),),
+        {
+            "out": out, "x": x, "added": added, "sums": sums, "weight": norm and norm.weight,
+            "inner": inner and inner.weight, "columns": columns, "x_stride": x.stride(0), "epsilon": own.epsilon,
+            "inner_epsilon": others.epsilon,
+        },
+        {
+            "OFFSET": own.offset, "LATE": own.late, "INNER_OFFSET": others.offset, "INNER_LATE": others.late,
+            "TILE": triton.next_power_of_2(columns),
+        },
+        warps=4 if columns <= 2048 else 8,
+        stages=1,
+    )  # fmt: skip
 
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Return the widths of queries, keys and values."""
-        return self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.value_dim
 
-    def rotate_call(self, out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> KernelCall:
-        """Return the launch that rotates queries and keys of rows x [tokens, sum of widths] to `out`, contiguous.
+def add_rows(x: Tensor, added: Tensor, inner: NormKernel | None, following: NormKernel | None) -> Tensor:
+    """Return x + added [..., columns]; `inner` normalizes what is added, `following` the sum for its next call."""
+    rows, others = (part.reshape(-1, x.shape[-1]).contiguous() for part in (x, added))
+    sums = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    out = None if following is None else torch.empty_like(sums)
+    own, of_added = (None if one is None else one.norm for one in (following, inner))
+    norm_call(own, rows, out, others, sums, of_added).launch()
+    result = sums.view(x.shape)
+    if following is not None and out is not None:
+        following.waiting = result, out.view(x.shape)
+    return result
 
-        cos and sin are [tokens, dim].
-        """
-        in_dtype, norms = not step.cache.scales, self.norms
-        keys, values = step.cache.slots[self.call.layer] if in_dtype else (None, None)
-        form = NormForm(0.0, 0.0, late=False) if norms is None else norms.form
-        whole = norms is not None and len(norms.query) > self.dim
-        return KernelCall(
-            rotate_heads,
-            (len(x), self.heads + (2 if in_dtype else 1) * self.kv_heads),
-            {
-                "out": out, "x": x, "cos": cos, "sin": sin, "slots": step.slot_mapping if in_dtype else None,
-                "keys": keys, "values": values, "query_weight": norms and norms.query,
-                "key_weight": norms and norms.key,
-                "x_stride": x.stride(0), "cos_stride": cos.stride(0), "epsilon": form.epsilon,
-            },
-            {
-                "HEADS": self.heads, "KV_HEADS": self.kv_heads, "DIM": self.dim, "VALUE_DIM": self.value_dim,
-                "TILE": triton.next_power_of_2(max(self.dim, self.value_dim)) // 2, "OFFSET": form.offset,
-                "LATE": form.late, "WHOLE": triton.next_power_of_2(max(self.widths[:2])) if whole else 0,
-            },
-            warps=4 if whole else 1,
-            stages=1,
-        )  # fmt: skip
 
-    def of(self, turned: Tensor, x: Tensor) -> LayerCall:
-        """Return the call of rotated queries and keys, and of the values of rows x: these are views."""
-        (query, key), value = turned.split_with_sizes(self.widths[:2], 1), x[:, sum(self.widths[:2]) :]
-        return replace(
-            self.call,
-            query=query.view(-1, self.heads, self.dim),
-            key=key.view(-1, self.kv_heads, self.dim),
-            value=value.view(-1, self.kv_heads, self.value_dim),
-        )
+def rotate_call(
+    form: AttentionForm, out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep
+) -> KernelCall:
+    """Return the launch that rotates queries and keys of rows x [tokens, sum of widths] to `out`, contiguous.
+
+    cos and sin are [tokens, key_dim].
+    """
+    in_dtype, (query, key) = not step.cache.scales, form.norms or (_NO_NORM, _NO_NORM)
+    keys, values = step.cache.slots[form.call.layer] if in_dtype else (None, None)
+    whole = form.norms is not None and len(query.weight) > form.key_dim
+    return KernelCall(
+        rotate_heads,
+        (len(x), form.heads + (2 if in_dtype else 1) * form.kv_heads),
+        {
+            "out": out, "x": x, "cos": cos, "sin": sin, "slots": step.slot_mapping if in_dtype else None,
+            "keys": keys, "values": values, "query_weight": form.norms and query.weight,
+            "key_weight": form.norms and key.weight,
+            "x_stride": x.stride(0), "cos_stride": cos.stride(0), "epsilon": query.epsilon,
+        },
+        {
+            "HEADS": form.heads, "KV_HEADS": form.kv_heads, "DIM": form.key_dim, "VALUE_DIM": form.value_dim,
+            "TILE": triton.next_power_of_2(max(form.key_dim, form.value_dim)) // 2, "OFFSET": query.offset,
+            "LATE": query.late, "WHOLE": triton.next_power_of_2(max(form.widths[:2])) if whole else 0,
+        },
+        warps=4 if whole else 1,
+        stages=1,
+    )  # fmt: skip
 
 
 def gate_call(both: Tensor, out: Tensor, *, gelu: bool = False) -> KernelCall:
@@ -226,133 +285,30 @@ def gate_call(both: Tensor, out: Tensor, *, gelu: bool = False) -> KernelCall:
     )
 
 
-def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let the kernels compute the normalizations and gates of a model whose linear layers are in place."""
-    norms: dict[nn.Module, NormKernel] = {}
-    for module in model.modules():
-        # Of an earlier call, whose linear layers are not these.
-        if getattr(vars(module).get("forward"), "__module__", "").startswith("loraplex.worker.engine.decoder."):
-            del module.forward
-    for module in model.modules():
-        form = norm_form(module, dtype)
-        if form is not None:
-            norms[module] = NormKernel(form, module.weight)  # type: ignore[arg-type]
-            module.forward = norms[module].compute
-        product = whole_product(module, ("gate_proj", "up_proj")) if hasattr(module, "down_proj") else None
-        gate = None if product is None else gate_of(module, dtype)
-        if product is not None and gate is not None:
-            module.forward = _gated_forward(product, module.down_proj, gelu=gate == "gelu")  # type: ignore[arg-type]
-        product = whole_product(module, ("q_proj", "k_proj", "v_proj")) if hasattr(module, "o_proj") else None
-        attention = None if product is None else attention_form(module, product.widths, dtype)
-        if product is not None and attention is not None:
-            module.forward = _attention_forward(module, attention, product)
-    use_layers(model, norms)
+def use_kernels(model: Any, dtype: torch.dtype, length: int) -> None:
+    """Let the kernels compute what they can of a model whose linear layers are in place.
 
-
-def _small(module: nn.Module, dtype: torch.dtype, shapes: Mapping[str, tuple[int, int]]) -> Any:
-    """Return a copy of a module with random layers of (in_features, out_features) on the CPU in place of its own."""
-    probe, generator = copy.copy(module), torch.Generator().manual_seed(0)
-    probe._modules = dict(module._modules)
-    for name, (inputs, outputs) in shapes.items():
-        layer = nn.Linear(inputs, outputs, bias=False, dtype=dtype)
-        numbers = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
-        layer.weight = nn.Parameter(numbers.to(dtype), requires_grad=False)
-        probe._modules[name] = layer
-    return probe
-
-
-# Number of features that copies of modules take, and of their tokens.
-_FEATURES, _TOKENS = 16, 5
-
-
-# The functions of gates that the kernel computes.
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu": partial(gelu, approximate="tanh")}
-
-
-@torch.inference_mode()
-def gate_of(module: nn.Module, dtype: torch.dtype) -> str | None:
-    """Return the name of the function with which an MLP computes down(function(gate(x)) * up(x)), in _GATES or None."""
-    shapes = {"gate_proj": (_FEATURES, 24), "up_proj": (_FEATURES, 24), "down_proj": (24, _FEATURES)}
-    probe = _small(module, dtype, shapes)
-    x = torch.randn(_TOKENS, _FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)
-    try:
-        computed = probe(x)
-    except (RuntimeError, TypeError):  # it takes something else
-        return None
-    gate, up = probe.gate_proj(x), probe.up_proj(x)
-    return next((name for name, bend in _GATES.items() if equal(computed, probe.down_proj(bend(gate) * up))), None)
-
-
-_PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
-
-
-def _query_key_norms(module: Any, dim: int, widths: Sequence[int], dtype: torch.dtype) -> QueryKeyNorms | None:
-    """Return an attention's normalizations; None where it has none. Raises ValueError for others than the kernel's."""
-    if not any(name in module._modules for name in _NORMS):
-        return None
-    norms: list[Any] = [getattr(module, name, None) for name in _NORMS]
-    query, key = (norm_form(norm, dtype) if isinstance(norm, nn.Module) else None for norm in norms)
-    if query is None or query != key or [len(norm.weight) for norm in norms] not in ([dim, dim], [*widths[:2]]):
-        raise ValueError("a normalization of another form")
-    return QueryKeyNorms(query, norms[0].weight, norms[1].weight)
-
-
-@torch.inference_mode()
-def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype) -> RotaryForm | None:
-    """Return the form of an attention; None where a module is none that rotates, attends and multiplies, and no more.
-
-    `widths` are those of its queries, keys and values.
+    `length` is that of its context.
     """
-    dim, others = getattr(module, "head_dim", None), set(module._modules) - {*_PROJECTIONS, *_NORMS}
-    if not isinstance(dim, int) or dim % 2 or list(module.parameters(recurse=False)) or others:
-        return None
-    try:
-        norms = _query_key_norms(module, dim, widths, dtype)
-    except ValueError:
-        return None
-    keys, values, heads = widths[1], widths[2], widths[0] // dim
-    shapes = {name: (_FEATURES, width) for name, width in zip(("q_proj", "k_proj", "v_proj"), widths, strict=True)}
-    probe = _small(module, dtype, shapes | {"o_proj": (heads * values * dim // keys, _FEATURES)})
-    probed = [with_random_weight(getattr(module, name)) for name in _NORMS] if norms is not None else []
-    probe._modules |= {name: norm for name, (norm, _) in zip(_NORMS, probed, strict=False)}
-    generator = torch.Generator().manual_seed(1)
-    x, cos, sin = (torch.randn(_TOKENS, size, generator=generator).to(dtype) for size in (_FEATURES, dim, dim))
-    observer, context = RandomAttention(), module.attention_context
-    # Some models multiply queries by what depends on how late they are.
-    late = torch.tensor([[0, 1, 7, 100_000, 1_000_000]])
-    assert isinstance(context, AttentionContext)
-    try:
-        with context.during(observer):
-            computed = probe(
-                x[None], position_embeddings=(cos[None], sin[None]), attention_mask=None, position_ids=late
-            )
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # it takes something else
-        return None
-    if len(observer.calls) != 1:
-        return None
-    nothing, (call, attended) = x.new_empty(0), observer.calls[0]
-    form = RotaryForm(
-        replace(call, query=nothing, key=nothing, value=nothing), heads, keys // dim, dim, call.value.shape[-1], norms
-    )
-    parts = [
-        part if norms is None else norms.form.compute(part.view(_TOKENS, -1, len(numbers)), numbers).view(_TOKENS, -1)
-        for part, (_, numbers) in zip((probe.q_proj(x), probe.k_proj(x)), probed or [(probe, x)] * 2, strict=True)
-    ]
-    expected = form.of(torch.cat(parts, 1), torch.cat([*parts, probe.v_proj(x)], 1))
-
-    def rotated(part: Tensor) -> Tensor:
-        first, second = part.chunk(2, -1)
-        return part * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-    same = call.sinks is None and equal(computed[0], probe.o_proj(attended.flatten(1))[None])
-    same = same and equal(call.query, rotated(expected.query)) and equal(call.key, rotated(expected.key))
-    return form if same and equal(call.value, expected.value) else None
+    forms = recognize(model, dtype, length)
+    norms = {module: NormKernel(norm) for module, norm in forms.norms.items()}
+    for module, norm in norms.items():
+        module.forward = norm.compute
+    for module, gate in forms.gates.items():
+        module.forward = _gated_forward(module, gelu=gate == "gelu")
+    for module, form in forms.attentions.items():
+        if form.columns == form.key_dim:
+            module.forward = _attention_forward(module, form)
+    _use_layers(model, forms.layers, norms)
 
 
-def _gated_forward(product: FusedProduct, down: nn.Module, *, gelu: bool) -> Callable[[Tensor], Tensor]:
+def _gated_forward(module: Any, *, gelu: bool) -> Callable[[Tensor], Tensor]:
+    product, down = fused_product(module, GATE_UP), module.down_proj
+    assert product is not None, "of what is recognized"
+
     def forward(x: Tensor) -> Tensor:
         both = product.compute(x)
-        out = torch.empty(*x.shape[:-1], product.widths[0], dtype=x.dtype, device=x.device)
+        out = torch.empty(*x.shape[:-1], both.shape[-1] // 2, dtype=x.dtype, device=x.device)
         gate_call(both.view(-1, both.shape[-1]), out.view(-1, out.shape[-1]), gelu=gelu).launch()
         result: Tensor = down(out)
         return result
@@ -360,20 +316,52 @@ def _gated_forward(product: FusedProduct, down: nn.Module, *, gelu: bool) -> Cal
     return forward
 
 
-def _attention_forward(module: Any, form: RotaryForm, product: FusedProduct) -> Callable[..., tuple[Any, Any]]:
-    context, o, original = module.attention_context, module.o_proj, own_forward(module)
+def _attention_forward(module: Any, form: AttentionForm) -> Callable[..., tuple[Any, Any]]:
+    context, o, original, product = (
+        module.attention_context,
+        module.o_proj,
+        own_forward(module),
+        fused_product(module, QKV),
+    )
+    assert product is not None, "of what is recognized"
 
     def forward(hidden_states: Tensor, *arguments: Any, **named: Any) -> tuple[Any, Any]:
         step, embeddings = context.step, named.get("position_embeddings")
-        if not isinstance(step, AttentionStep) or embeddings is None or embeddings[0].shape[-1] != form.dim:
+        if not isinstance(step, AttentionStep) or embeddings is None or embeddings[0].shape[-1] != form.columns:
             result: tuple[Any, Any] = original(hidden_states, *arguments, **named)
             return result
         x = product.compute(hidden_states)[0]
         turned = torch.empty(len(x), sum(form.widths[:2]), dtype=x.dtype, device=x.device)
-        form.rotate_call(turned, x, embeddings[0][0], embeddings[1][0], step).launch()
-        call = form.of(turned, x)
+        rotate_call(form, turned, x, embeddings[0][0], embeddings[1][0], step).launch()
+        call = form.call_of(turned, x)
         if step.cache.scales:
             step.plan.quantize(call, step.slot_mapping, step.cache)
         return o(step.plan.attend(call, step.cache).flatten(1)[None]), None
+
+    return forward
+
+
+def _use_layers(model: Any, forms: Mapping[nn.Module, LayerForm], norms: Mapping[nn.Module, NormKernel]) -> None:
+    """Replace the layers of these forms, in their order: one normalizes for the next where that begins by it."""
+    following: Any = getattr(model.base_model, "norm", None)
+    for layer, form in reversed(list(forms.items())):
+        layer.forward = _layer_forward(layer, form, norms, norms.get(following) if form.before else None)
+        following = form.before and getattr(layer, form.before)
+
+
+def _layer_forward(
+    layer: Any, form: LayerForm, norms: Mapping[nn.Module, NormKernel], following: NormKernel | None
+) -> Callable[..., Tensor]:
+    before, of_attention, between, of_mlp = (
+        None if name is None else norms[getattr(layer, name)]
+        for name in (form.before, form.attended, form.between, form.computed)
+    )
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def forward(hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        x = hidden_states if before is None else before.compute(hidden_states)
+        attended, _ = attention(x, *arguments, **named)
+        sums = add_rows(hidden_states, attended, of_attention, between)
+        return add_rows(sums, mlp(sums if between is None else between.compute(sums)), of_mlp, following)
 
     return forward

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from loraplex.worker.engine.decoder.residuals import NormKernel
+from loraplex.worker.engine.decoder.cuda import NormKernel
 from loraplex.worker.engine.device import KernelCall
 from loraplex.worker.engine.lora.base_layers import FusedPart
 from loraplex.worker.engine.quantized.layers import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear

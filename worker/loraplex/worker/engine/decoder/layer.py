@@ -15,35 +15,13 @@ from torch import Tensor
 
 from loraplex.kernels.rows import compile_rows
 from loraplex.worker.engine.attention.cpu import CpuPlan
-from loraplex.worker.engine.attention.paged import AttentionStep, LayerCall
+from loraplex.worker.engine.attention.paged import AttentionStep
+from loraplex.worker.engine.decoder.recognition import AttentionForm, Norm
 from loraplex.worker.engine.device import dtype_name
 from loraplex.worker.engine.lora.cpu import CpuGroup
 
 # Minimum number of numbers that threads share: fewer take less time than the sharing.
 _SHARED = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A normalization: x / sqrt(mean of x ** 2 + epsilon) * weight [columns], float32."""
-
-    weight: Tensor
-    epsilon: float
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The queries, keys and values of a row, side by side: heads * key_dim, kv_heads * key_dim, kv_heads * value_dim.
-
-    Queries and keys of each head are normalized where there are norms, which have one epsilon.
-    """
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +72,23 @@ class RowOperators:
         first = x.data_ptr()
         self._run("gate", out, first, first + columns * size, x.stride(0) * size, out.data_ptr(), out.stride(0) * size)
 
-    def rotate(self, x: Tensor, heads: Heads, rotation: Rotation | None, to: Slots | None = None) -> None:
-        """Normalize and rotate the queries and keys of rows x, in place; then write keys and values to their slots."""
+    def rotate(self, x: Tensor, form: AttentionForm, rotation: Rotation | None, to: Slots | None = None) -> None:
+        """Normalize and rotate the queries and keys of rows x, in place; then write keys and values to their slots.
+
+        Each head is normalized by itself, where there are norms.
+        """
         size = x.element_size()
         turn = (0, 0, 0, 0)
         if rotation is not None:
             cos = rotation.cos
             turn = cos.data_ptr(), rotation.sin.data_ptr(), cos.stride(0) * size, cos.shape[1] // 2
-        norms = [0 if norm is None else norm.weight.data_ptr() for norm in (heads.query_norm, heads.key_norm)]
+        norms = (0, 0) if form.norms is None else [norm.weight.data_ptr() for norm in form.norms]
         places = (0, 0, 0) if to is None else (to.slots.data_ptr(), to.keys.data_ptr(), to.values.data_ptr())
-        norm = heads.query_norm or heads.key_norm
         self._run(
             "rotate",
             x,
-            *(x.data_ptr(), x.stride(0) * size, heads.heads, heads.kv_heads, heads.key_dim, heads.value_dim),
-            *(*turn, *norms, *places, size, norm.epsilon if norm else 0.0),
+            *(x.data_ptr(), x.stride(0) * size, form.heads, form.kv_heads, form.key_dim, form.value_dim),
+            *(*turn, *norms, *places, size, form.norms[0].epsilon if form.norms else 0.0),
         )
 
     def add(self, x: Tensor, y: Tensor, out: Tensor) -> None:
@@ -144,86 +124,43 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp:
-    """A gated MLP: down(silu(gate) * up), of which gate and up are one product."""
-
-    gate_up: CpuGroup
-    down: CpuGroup
-
-    def run(self, x: Tensor, arena: Arena) -> Tensor:
-        """Compute rows x."""
-        both = arena.multiply("gate_up", self.gate_up, x)
-        gated = arena.rows("gated", x, self.down.in_features)
-        arena.operators.gate(both, gated)
-        return arena.multiply("down", self.down, gated)
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A decoder layer; `attention` holds all of its call but the step's own queries, keys and values."""
+    """A decoder layer: its form of attention, and the products of its linear layers, of which gate and up are one."""
 
     before: Norm
-    qkv: CpuGroup
-    heads: Heads
-    attention: LayerCall
-    rotates: bool
-    o: CpuGroup
+    attention: AttentionForm
     between: Norm
-    mlp: Mlp
-
-    @property
-    def groups(self) -> tuple[CpuGroup, ...]:
-        """Return the products of linear layers."""
-        return self.qkv, self.o, self.mlp.gate_up, self.mlp.down
+    groups: tuple[CpuGroup, CpuGroup, CpuGroup, CpuGroup]
 
     @property
     def widths(self) -> tuple[object, ...]:
         """Return the widths of its rows: layers with the same can share memory."""
-        heads = self.heads
-        attended = heads.heads, heads.kv_heads, heads.key_dim, heads.value_dim
+        form = self.attention
+        attended = form.heads, form.kv_heads, form.key_dim, form.value_dim
         return *((group.in_features, group.width) for group in self.groups), attended
 
     def run(self, x: Tensor, rotation: Rotation, step: AttentionStep, plan: CpuPlan, arena: Arena) -> Tensor:
         """Compute rows x [tokens, columns] of a step."""
-        cache = step.cache
-        to = None if cache.scales else Slots(step.slot_mapping, *cache.slots[self.attention.layer])
-        call = self.call(self.project(x, rotation, arena, to))
+        cache, form, operators, (of_qkv, o, gate_up, down) = step.cache, self.attention, arena.operators, self.groups
+        normed = arena.rows("normed", x, x.shape[1])
+        operators.norm(x, self.before, normed)
+        qkv = arena.multiply("qkv", of_qkv, normed)
+        to = None if cache.scales else Slots(step.slot_mapping, *cache.slots[form.call.layer])
+        operators.rotate(qkv, form, rotation if form.columns else None, to)
+        call, attended = form.call_of(qkv, qkv), self.attended(x, arena)
         if cache.scales:
             plan.quantize(call, step.slot_mapping, cache)
-        attended = self.attended(x, arena)
         plan.attend(call, cache, attended)
-        return self.finish(x, attended.flatten(1), arena)
+        projected = arena.multiply("o", o, attended.flatten(1))
+        sums, normed = (arena.rows(name, x, x.shape[1]) for name in ("sums", "normed"))
+        operators.add_norm(x, projected, sums, self.between, normed)
+        both, gated = arena.multiply("gate_up", gate_up, normed), arena.rows("gated", x, down.in_features)
+        operators.gate(both, gated)
+        computed, out = arena.multiply("down", down, gated), arena.rows("out", x, x.shape[1])
+        operators.add(sums, computed, out)
+        return out
 
     def attended(self, x: Tensor, arena: Arena) -> Tensor:
         """Return memory for what the heads of rows x attend to: [rows, heads, value_dim]."""
-        heads, dim = self.heads.heads, self.heads.value_dim
+        heads, dim = self.attention.heads, self.attention.value_dim
         return arena.rows("attended", x, heads * dim).view(len(x), heads, dim)
-
-    def project(self, x: Tensor, rotation: Rotation, arena: Arena, to: Slots | None = None) -> Tensor:
-        """Return the rows' queries, keys and values, rotated, side by side; keys and values go to their slots."""
-        normed = arena.rows("normed", x, x.shape[1])
-        arena.operators.norm(x, self.before, normed)
-        qkv = arena.multiply("qkv", self.qkv, normed)
-        arena.operators.rotate(qkv, self.heads, rotation if self.rotates else None, to)
-        return qkv
-
-    def call(self, qkv: Tensor) -> LayerCall:
-        """Return the layer's call of its attention."""
-        heads, of = self.heads, self.attention
-        first, tokens, row = qkv.storage_offset(), len(qkv), qkv.stride(0)
-        values = first + (heads.heads + heads.kv_heads) * heads.key_dim
-        query = qkv.as_strided((tokens, heads.heads, heads.key_dim), (row, heads.key_dim, 1), first)
-        keys = first + heads.heads * heads.key_dim
-        key = qkv.as_strided((tokens, heads.kv_heads, heads.key_dim), (row, heads.key_dim, 1), keys)
-        value = qkv.as_strided((tokens, heads.kv_heads, heads.value_dim), (row, heads.value_dim, 1), values)
-        return LayerCall(of.layer, query, key, value, of.scaling, of.window, of.softcap, of.sinks)
-
-    def finish(self, x: Tensor, attended: Tensor, arena: Arena) -> Tensor:
-        """Return the layer's result from its input and what its heads attended to, side by side."""
-        projected = arena.multiply("o", self.o, attended)
-        sums, normed = (arena.rows(name, x, x.shape[1]) for name in ("sums", "normed"))
-        arena.operators.add_norm(x, projected, sums, self.between, normed)
-        down = self.mlp.run(normed, arena)
-        out = arena.rows("out", x, x.shape[1])
-        arena.operators.add(sums, down, out)
-        return out

@@ -1,315 +1,339 @@
-"""Recognizes the modules of transformers' models that the kernels compute, by their numbers; replaces their forward.
+"""Recognizes what the modules of transformers' models compute, on any device: their forms, which kernels then compute.
 
-Names of modules suggest a form; one pass of a few tokens through the model, and the same by the kernels, decide. What
-does not give the same numbers stays as it is.
+A copy of a module, on the CPU and with simple functions in place of the modules in it, is run over a few random
+numbers. It has the form whose operators of torch give the same numbers, to the bit.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import activations
+from torch.nn.functional import gelu, silu
 
-from loraplex.worker.engine.attention.paged import AttentionContext, LayerCall, RandomAttention
-from loraplex.worker.engine.decoder.layer import (
-    Arena,
-    DecoderLayer,
-    Heads,
-    Mlp,
-    Norm,
-    Rotation,
-    RowOperators,
-)
-from loraplex.worker.engine.decoder.steps import DecoderSteps, Ends, Rotations, can_record
-from loraplex.worker.engine.lora.base_layers import FusedPart, own_forward, whole_product
-from loraplex.worker.engine.lora.cpu import CpuGroup
+from loraplex.worker.engine.attention.paged import LayerCall, RandomAttention
+from loraplex.worker.engine.lora.base_layers import FusedPart, FusedProduct
 
-# Number of tokens that the model computes.
-_TOKENS = 5
-
-
-@dataclass
-class ObservedLayer:
-    """A call of a decoder layer: its first argument, named arguments and result, and the attention in it."""
-
-    module: Any
-    hidden: Tensor
-    named: dict[str, Any]
-    attention: list[tuple[LayerCall, Tensor]]
-    out: Any = None
+# Maximum number of columns that are normalized at once.
+_MOST_COLUMNS = 16_384
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+# The offsets of normalizations, and whether they round late: Llama's, OLMo 2's and Gemma's.
+NORMS = ((0.0, False), (0.0, True), (1.0, True))
+# The functions of gates.
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu": partial(gelu, approximate="tanh")}
+# Names of layers that are one product, or of the one layer that some families have in their place.
+QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+# Number of features that copies of modules take, and of their tokens.
+_FEATURES, _TOKENS = 16, 5
 
 
-@dataclass
-class ObservedPass:
-    """A pass of a few tokens through a model: the calls of its decoder layers, and the logits of the first token.
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalization: x / sqrt(mean of x ** 2 + epsilon) * (offset + weight [columns]).
 
-    `hidden` is the result of the model below the head.
+    The product with the weight is rounded to the dtype of x; with `late` for the first time.
     """
 
-    ids: Tensor
-    positions: Tensor
-    layers: list[ObservedLayer]
-    logits: Tensor
-    hidden: Any = None
+    weight: Tensor
+    epsilon: float
+    offset: float = 0.0
+    late: bool = False
+
+    @property
+    def folded(self) -> Norm:
+        """Return it with its offset in the weight, which is float32."""
+        weight = self.weight.float()
+        return Norm(weight + self.offset if self.offset else weight, self.epsilon)
+
+    @property
+    def kind(self) -> tuple[float, float, bool]:
+        """Return all but the weight."""
+        return self.epsilon, self.offset, self.late
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute it by torch's operators."""
+        numbers = x.float()
+        normed = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        if self.late:
+            return (normed * (self.offset + self.weight.float())).to(x.dtype)
+        return normed.to(x.dtype) * (self.offset + self.weight)
 
 
-def observe_pass(model: Any, context: AttentionContext, length: int) -> ObservedPass:
-    """Compute a few tokens, at positions from 0 to `length` - 1."""
-    observer, calls = RandomAttention(), list[ObservedLayer]()
-    # The last ones too: some models multiply queries by what depends on how late they are.
-    positions = torch.linspace(0, length - 1, _TOKENS).long()
-    positions[1] = 1 % length
-    ids = torch.randint(model.config.vocab_size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    bodies: list[Any] = []
-    hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: bodies.append(output))
-    try:
-        with context.during(observer), _watching(model, observer, calls):
-            output = model(
-                input_ids=ids,
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=torch.tensor([0]),
-            )
-    finally:
-        hook.remove()
-    return ObservedPass(ids[0], positions, calls, output.logits, bodies[-1].last_hidden_state if bodies else None)
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """An attention over rows of queries, keys and values, side by side.
+
+    The first `columns` numbers of each query and key are rotated. Before, these are normalized where there are `norms`:
+    each head by itself or, where their weights are so long, all heads together. `call` has all but the step's numbers.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    columns: int
+    call: LayerCall
+    norms: tuple[Norm, Norm] | None = None
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Return the widths of queries, keys and values."""
+        return self.heads * self.key_dim, self.kv_heads * self.key_dim, self.kv_heads * self.value_dim
+
+    def call_of(self, turned: Tensor, x: Tensor) -> LayerCall:
+        """Return the call of queries and keys in the rows `turned`, and of the values of rows x: these are views."""
+        of, tokens, dim = self.call, len(x), self.key_dim
+        queries, keys, _ = self.widths
+        row, first, values = turned.stride(0), turned.storage_offset(), x.storage_offset() + queries + keys
+        query = turned.as_strided((tokens, self.heads, dim), (row, dim, 1), first)
+        key = turned.as_strided((tokens, self.kv_heads, dim), (row, dim, 1), first + queries)
+        value = x.as_strided((tokens, self.kv_heads, self.value_dim), (x.stride(0), self.value_dim, 1), values)
+        return LayerCall(of.layer, query, key, value, of.scaling, of.window, of.softcap, of.sinks)
 
 
-@contextmanager
-def _watching(model: Any, observer: RandomAttention, calls: list[ObservedLayer]) -> Iterator[None]:
-    def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden = arguments[0] if arguments else named["hidden_states"]
-        observer.calls = []
-        calls.append(ObservedLayer(module, hidden, named, observer.calls))
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """The names of a layer's normalizations: of what attention and MLP get, and of what they give; None for none.
 
-    def after(module: nn.Module, arguments: Any, out: Any) -> None:
-        calls[-1].out = out
+    What they give is added to the layer's input.
+    """
 
-    hooks = []
-    for module in model.modules():
-        if hasattr(module, "self_attn") and hasattr(module, "mlp"):
-            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.append(module.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    before: str | None
+    attended: str | None
+    between: str | None
+    computed: str | None
+
+    @property
+    def norms(self) -> list[str]:
+        """Return the names of those that there are."""
+        return [name for name in (self.before, self.attended, self.between, self.computed) if name is not None]
 
 
-def _is_chain(calls: list[ObservedLayer]) -> bool:
-    """Tell whether each layer takes the layer before's result as it is, and all take the same rotation."""
-    embeddings = calls[0].named.get("position_embeddings")
-    return all(call.named.get("position_embeddings") is embeddings for call in calls) and all(
-        after.hidden is before.out for before, after in pairwise(calls)
-    )
+LLAMA = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
+LAYERS = (
+    LLAMA,
+    LayerForm(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    LayerForm("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
 
 
-# Maximum length of a row's difference from a module's own numbers, relative to the row's, that rounding explains. One
-# number may differ by more: trained models have some a hundred times as large as others, by sums that nearly cancel.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The forms of a model's modules; of MLPs the functions of their gates, by name."""
+
+    norms: Mapping[nn.Module, Norm]
+    gates: Mapping[nn.Module, str]
+    attentions: Mapping[nn.Module, AttentionForm]
+    layers: Mapping[nn.Module, LayerForm]
 
 
 @torch.inference_mode()
-def use_kernels(
-    model: Any, context: AttentionContext, dtype: torch.dtype, length: int, agree: Callable[[bool], bool] = bool
-) -> None:
-    """Let the kernels compute what they can of a model on the CPU whose linear layers are in place.
-
-    `length` is that of its context; `agree` tells whether a result is True on all ranks of a split model.
-    """
-    if dtype not in _TOLERANCE:
-        return
+def recognize(model: Any, dtype: torch.dtype, length: int) -> Forms:
+    """Recognize the modules of a model whose linear layers are in place; `length` is that of its context."""
     for module in model.modules():
         # Of an earlier call, whose linear layers are not these.
-        if getattr(vars(module).get("forward"), "__module__", "") in (__name__, DecoderSteps.__module__):
+        if getattr(vars(module).get("forward"), "__module__", "").startswith("loraplex.worker.engine.decoder."):
             del module.forward
-    arena = Arena(RowOperators(dtype))
-    norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
-    observed = observe_pass(model, context, length)
-    layers = [_layer_of(call, norms, arena, agree) for call in observed.layers]
-    recognized = [layer for layer in layers if layer is not None]
-    if recognized and len(recognized) == len(layers) and (ends := _ends_of(model, observed, norms, dtype)) is not None:
-        steps, body = DecoderSteps(recognized, ends, context, dtype), model.base_model
-        body.forward = steps.body_forward(own_forward(body))
-        model.forward = steps.forward(own_forward(model), body)
-    for module, norm in norms.items():
-        module.forward = _norm_forward(norm, arena, own_forward(module))
-    for module in model.modules():
-        if type(module).__module__ == activations.__name__ or isinstance(module, nn.SiLU | nn.GELU):
-            module.forward = in_whole_vectors(own_forward(module))
+    columns = 2 * len(getattr(getattr(model.base_model, "rotary_emb", None), "inv_freq", ()))
+
+    def each(form_of: Callable[[nn.Module], Any]) -> dict[nn.Module, Any]:
+        return {module: form for module in model.modules() if (form := form_of(module)) is not None}
+
+    norms, layers = each(lambda module: norm_form(module, dtype)), each(layer_form)
+    layers = {
+        layer: form for layer, form in layers.items() if all(getattr(layer, name) in norms for name in form.norms)
+    }
+    gates = each(lambda module: gate_form(module, dtype))
+    attentions = each(lambda module: attention_form(module, dtype, length, columns))
+    return Forms(norms, gates, attentions, layers)
 
 
-# Numbers that torch's vector code computes at once, of the smallest dtype: two vectors of 512 bits.
-_VECTORS = 64
-# Minimum numbers of a thread's part of an elementwise function of torch, and the maximum that GELU computes in one.
-_PART, _ALONE = 32_768, 16_384
+def fused_product(module: Any, choices: Sequence[Sequence[str]]) -> FusedProduct | None:
+    """Return the product of all of a module's layers of the first of these names; None where they are no whole one."""
+    names = next((names for names in choices if hasattr(module, names[0])), ())
+    parts = [part for name in names if isinstance(part := getattr(module, name, None), FusedPart) and part.is_plain]
+    if not parts or len(parts) < len(names):
+        return None
+    product = parts[0].product
+    whole = [part.index for part in parts if part.product is product] == list(range(len(product.widths)))
+    return product if whole else None
 
 
-def in_whole_vectors(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return an elementwise function of torch that gives a number the same bits beside any others.
+class Sines(nn.Module):
+    """A function in place of a module: sines of as many numbers, or of `width`. It keeps the named arguments."""
 
-    Its threads part the numbers anywhere, and what is left over of vectors is computed by other code. Here it is called
-    with so many numbers that all parts have whole vectors.
+    def __init__(self, factor: float, width: int = 0, *, pair: bool = False) -> None:
+        super().__init__()
+        self.named: dict[str, Any] = {}
+        self._factor, self._width, self._pair = factor, width, pair
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+        """Return sines up to 10, so that limits of what modules compute show; an attention returns a pair."""
+        self.named = named
+        x = hidden_states.float() * self._factor
+        if self._width:
+            x = x.sum(-1, keepdim=True) + torch.arange(self._width)
+        result = (10 * x.sin()).to(hidden_states.dtype)
+        return (result, None) if self._pair else result
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def late_positions(length: int) -> Tensor:
+    """Return positions [1, tokens] up to the last: some models multiply late queries by what depends on how late."""
+    positions = torch.linspace(0, length - 1, _TOKENS).long()
+    positions[1] = 1 % length
+    return positions[None]
+
+
+def try_module(probe: nn.Module, x: Tensor, **named: Any) -> Any:
+    """Compute by a module; None where it takes something else."""
+    try:
+        return probe(x, **named)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def equal(actual: Any, expected: Tensor) -> bool:
+    """Tell whether a result is this tensor, to the bit."""
+    return isinstance(actual, Tensor) and actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
+def _with_sines(
+    module: nn.Module, choices: Sequence[tuple[str, ...]], last: str, x: Tensor
+) -> tuple[Any, list[Tensor]]:
+    """Return a copy of a module with sines in place of its layers, and those of rows x in place of the first ones.
+
+    Of a module that has no such layers, None and nothing.
     """
-
-    def forward(x: Tensor) -> Tensor:
-        if _has_whole_parts(x.numel()):
-            return function(x.contiguous())  # parts of wider rows are computed row by row
-        flat = nn.functional.pad(x.reshape(-1), (0, -x.numel() % _VECTORS))
-        results, done = [], 0
-        while done < len(flat):
-            count = len(flat) - done
-            if not _has_whole_parts(count):
-                count -= count % (_VECTORS * torch.get_num_threads())
-                count = count if count and _has_whole_parts(count) else _ALONE
-            results.append(function(flat[done : done + count]))
-            done += count
-        return torch.cat(results)[: x.numel()].view(x.shape)
-
-    return forward
+    product = fused_product(module, choices) if hasattr(module, last) else None
+    if product is None:
+        return None, []
+    names = next(names for names in choices if len(names) == len(product.widths))
+    sines = {
+        name: Sines(2.0 + index, width) for index, (name, width) in enumerate(zip(names, product.widths, strict=True))
+    }
+    probe = copy.copy(module)
+    probe._modules = {**module._modules, **sines, last: Sines(0.3)}
+    return probe, [sine(x) for sine in sines.values()]
 
 
-def _has_whole_parts(count: int) -> bool:
-    """Tell whether so many numbers are parted where vectors end, as most functions do it and as GELU does."""
-    threads = torch.get_num_threads()
-    parts = min(threads, -(-count // _PART)), threads if count > _ALONE else 1
-    return not any(-(-count // max(1, part)) % _VECTORS for part in parts)
+def _with_random_weight(norm: Any) -> tuple[nn.Module, Tensor]:
+    """Return a copy of a normalization on the CPU with a random weight, and the weight."""
+    probe, numbers = copy.copy(norm), _normal(len(norm.weight)).to(norm.weight.dtype)
+    probe._parameters = {"weight": nn.Parameter(numbers, requires_grad=False)}
+    return probe, numbers
 
 
-def _norm_forward(norm: Norm, arena: Arena, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward(hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype != arena.operators.dtype:
-            return original(hidden_states)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        out = torch.empty_like(x)
-        arena.operators.norm(x, norm, out)
-        return out.view(hidden_states.shape)
-
-    return forward
-
-
-def _norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
-    """Return what a module normalizes with; None where it is none of this form."""
+def norm_form(module: Any, dtype: torch.dtype) -> Norm | None:
+    """Return the form of a normalization; None where a module has none of NORMS."""
     epsilon = next((getattr(module, name) for name in _EPSILONS if hasattr(module, name)), None)
-    parameters = dict(module.named_parameters())
-    if not isinstance(epsilon, float) or list(parameters) != ["weight"] or parameters["weight"].ndim != 1:
+    parameters = dict(module.named_parameters()) if isinstance(epsilon, float) else {}
+    if parameters.keys() != {"weight"} or isinstance(module, nn.LayerNorm):
         return None
-    if isinstance(module, nn.LayerNorm) or len(inspect.signature(module.forward).parameters) != 1:
+    weight = parameters["weight"]
+    if weight.ndim != 1 or len(weight) > _MOST_COLUMNS or weight.dtype != dtype:
         return None
-    weight = parameters["weight"].float()
-    exact = copy.deepcopy(module).float()
+    probe, numbers = _with_random_weight(module)
     # Rows of many sizes: in the smallest epsilon matters.
-    x = torch.randn(8, len(weight), generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 3, 8)[:, None]
-    operators = RowOperators(torch.float32)
-    for candidate in (Norm(weight, epsilon), Norm(1 + weight, epsilon)):
-        out = torch.empty_like(x)
-        operators.norm(x, candidate, out)
-        if _same(out, exact(x)) and module(x.to(dtype)).dtype == dtype:
-            return candidate
-    return None
+    x = (_normal(8, len(weight)) * torch.logspace(-4, 3, 8)[:, None]).to(dtype)
+    expected = try_module(probe, x)
+    forms = (Norm(numbers, epsilon, *form) for form in NORMS)  # type: ignore[arg-type]
+    return next((replace(form, weight=weight) for form in forms if equal(expected, form.compute(x))), None)
 
 
-def _ends_of(model: Any, observed: ObservedPass, norms: dict[Any, Norm], dtype: torch.dtype) -> Ends | None:
-    """Return what is around a model's layers; None where it does more between its modules, or between its layers."""
-    calls, embeddings, head = observed.layers, model.get_input_embeddings(), model.get_output_embeddings()
-    rotary, norm = (getattr(model.base_model, name, None) for name in ("rotary_emb", "norm"))
-    if rotary is None or norm is None or norm not in norms or not _is_chain(calls):
+def gate_form(module: nn.Module, dtype: torch.dtype) -> str | None:
+    """Return the name of the function with which an MLP computes down(function(gate(x)) * up(x)), in _GATES or None."""
+    x = _normal(_TOKENS, _FEATURES).to(dtype)
+    probe, parts = _with_sines(module, GATE_UP, "down_proj", x)
+    if probe is None:
         return None
-    rotation = calls[0].named["position_embeddings"]
-    rotated = rotary(calls[0].hidden, observed.positions[None])
-    if not all(torch.equal(own, of_layer) for own, of_layer in zip(rotated, rotation, strict=True)):
-        return None
-    if not torch.equal(embeddings(observed.ids)[None], calls[0].hidden):
-        return None
-    if not torch.equal(norm(calls[-1].out), observed.hidden):
-        return None
-    if not torch.equal(head(observed.hidden[:, :1]), observed.logits):
-        return None
-    product = head.product if isinstance(head, FusedPart) and head.is_plain else None
-    recorded = product if isinstance(product, CpuGroup) and can_record(product) else None
-    return Ends(embeddings, Rotations(rotary, dtype), norms[norm], head, recorded)
+    # Of the same strides as the module's: torch has other bits in what is left over of vectors.
+    (gate, up), computed = parts if len(parts) > 1 else parts[0].chunk(2, -1), try_module(probe, x)
+    return next((name for name, bend in _GATES.items() if equal(computed, probe.down_proj(bend(gate) * up))), None)
 
 
-def _layer_of(
-    call: ObservedLayer, norms: dict[Any, Norm], arena: Arena, agree: Callable[[bool], bool]
-) -> DecoderLayer | None:
-    """Return an observed layer's form; None where the kernels do not give its numbers."""
-    module, embeddings = call.module, call.named.get("position_embeddings")
-    names = ("input_layernorm", "post_attention_layernorm")
-    before, between = (norms.get(getattr(module, name, None)) for name in names)
-    mlp, qkv = _mlp_of(module.mlp), _product_of(module.self_attn, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-    o = _product_of(module.self_attn, ("o_proj",), "dense")
-    if before is None or between is None or mlp is None or qkv is None or o is None or len(call.attention) != 1:
+def attention_form(module: Any, dtype: torch.dtype, length: int, columns: int) -> AttentionForm | None:
+    """Return the form of an attention; None where a module is none that rotates, attends and multiplies, and no more.
+
+    The model's rotations have `columns`; 0: as many as a head.
+    """
+    x, columns = _normal(_TOKENS, _FEATURES).to(dtype), columns or getattr(module, "head_dim", 0)
+    probe, parts = _with_sines(module, QKV, "o_proj", x)
+    if probe is None or not columns or columns % 2:
         return None
-    if not isinstance(embeddings, tuple) or not isinstance(call.out, Tensor):
+    own, random = {name: module._modules.get(name) for name in ("q_norm", "k_norm")}, list[Norm]()
+    norms = [form for norm in own.values() if (form := norm_form(norm, dtype)) is not None]
+    if len(norms) == len(own) and norms[0].kind == norms[1].kind:
+        for (name, norm), form in zip(own.items(), norms, strict=True):
+            probe._modules[name], weight = _with_random_weight(norm)
+            random.append(replace(form, weight=weight))
+    cos, sin = _normal(2, _TOKENS, columns).to(dtype)
+    call = _observe(probe, x, cos, sin, length)
+    if call is None:
         return None
-    asked, attended = call.attention[0]
-    heads = _heads_of(module.self_attn, asked, norms)
-    rotation = Rotation(*(part[0].contiguous() for part in embeddings))
-    if rotation.cos.dtype != call.hidden.dtype:
+    (_, heads, key_dim), (_, kv_heads, value_dim), nothing = call.query.shape, call.value.shape, x.new_empty(0)
+    of_all = replace(call, query=nothing, key=nothing, value=nothing)
+    attention = AttentionForm(heads, kv_heads, key_dim, value_dim, columns, of_all)
+    if sum(attention.widths) != sum(part.shape[1] for part in parts) or columns > key_dim:
         return None
-    if heads is None or not _fits(heads, qkv, o, rotation):
+    parts = parts if len(parts) > 1 else [*parts[0].split_with_sizes(attention.widths, -1)]
+    if [len(norm.weight) for norm in random] in ([key_dim, key_dim], [*attention.widths[:2]]):
+        attention = replace(attention, norms=(norms[0], norms[1]))
+        for index, norm in enumerate(random):
+            parts[index] = norm.compute(parts[index].reshape(_TOKENS, -1, len(norm.weight))).flatten(1)
+    rows = torch.cat(parts, -1)
+    still = attention.call_of(rows, rows)
+    if not equal(call.value, still.value):
         return None
-    nothing = attended.new_empty(0)
-    sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
-    form = replace(asked, query=nothing, key=nothing, value=nothing, sinks=sinks)
-    for rotates in (True, False):
-        layer = DecoderLayer(before, qkv, heads, form, rotates, o, between, mlp)
-        computed = layer.call(layer.project(call.hidden[0], rotation, arena))
-        # The ranks of a split model see other heads, and have to finish the layer together.
-        if agree(all(_same(getattr(computed, part), getattr(asked, part)) for part in ("query", "key", "value"))):
-            out = layer.finish(call.hidden[0], attended.flatten(1), arena)
-            return layer if _same(out, call.out[0]) else None
-    return None
+    asked, both = torch.cat([call.query, call.key], 1), torch.cat([still.query, still.key], 1)
+    if equal(asked, _turned(both, cos, sin)):
+        return attention
+    return replace(attention, columns=0) if equal(asked, both) else None
 
 
-def _heads_of(attention: Any, call: LayerCall, norms: dict[Any, Norm]) -> Heads | None:
-    own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    own_norms = [norms.get(module) for module in own]
-    if any(module is not None and norm is None for module, norm in zip(own, own_norms, strict=True)):
+def _observe(probe: Any, x: Tensor, cos: Tensor, sin: Tensor, length: int) -> LayerCall | None:
+    """Return the call of an attention that multiplies what it attended to by its last layer; None of any other."""
+    observer = RandomAttention()
+    named = {"position_embeddings": (cos[None], sin[None]), "position_ids": late_positions(length)}
+    with probe.attention_context.during(observer):
+        computed = try_module(probe, x[None], attention_mask=None, **named)
+    if computed is None or len(observer.calls) != 1:
         return None
-    _, heads, key_dim = call.query.shape
-    if any(norm is not None and len(norm.weight) != key_dim for norm in own_norms):
-        return None
-    if len({norm.epsilon for norm in own_norms if norm is not None}) > 1:
-        return None
-    return Heads(heads, call.key.shape[1], key_dim, call.value.shape[-1], *own_norms)
+    call, attended = observer.calls[0]
+    return call if equal(computed[0], probe.o_proj(attended.flatten(1))[None]) else None
 
 
-def _fits(heads: Heads, qkv: CpuGroup, o: CpuGroup, rotation: Rotation) -> bool:
-    """Tell whether the kernels stay within the rows."""
-    width = (heads.heads + heads.kv_heads) * heads.key_dim + heads.kv_heads * heads.value_dim
-    columns = rotation.cos.shape[1]
-    fits = columns <= heads.key_dim and columns % 2 == 0 and rotation.cos.shape == rotation.sin.shape
-    return fits and width == qkv.width and o.in_features == heads.heads * heads.value_dim
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first numbers of x [tokens, heads, dim], as many as cos and sin [tokens, columns] have."""
+    first, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+    a, b = first.chunk(2, -1)
+    return torch.cat([first * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None], rest], -1)
 
 
-def _mlp_of(module: Any) -> Mlp | None:
-    gate_up, down = _product_of(module, ("gate_proj", "up_proj"), "gate_up_proj"), _product_of(module, ("down_proj",))
-    if gate_up is None or down is None or gate_up.width != 2 * down.in_features:
-        return None
-    return Mlp(gate_up, down)
+def layer_form(layer: nn.Module) -> LayerForm | None:
+    """Return the form of a layer that adds its attention and its MLP, and passes its arguments on as they are."""
+    has = layer._modules.keys()
+    return next((form for form in LAYERS if {"self_attn", "mlp", *form.norms} <= has and _adds(layer, form)), None)
 
 
-def _product_of(module: Any, names: tuple[str, ...], other: str = "") -> CpuGroup | None:
-    """Return the product of these layers, in this order, or of the one layer `other`; None if they are not fused."""
-    product = whole_product(module, names if hasattr(module, names[0]) else (other,))
-    return product if isinstance(product, CpuGroup) else None
-
-
-def _same(actual: Tensor, expected: Tensor) -> bool:
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return False
-    rows = expected.float().flatten(1)
-    differences = (actual.float().flatten(1) - rows).norm(dim=1)
-    return bool((differences <= _TOLERANCE[actual.dtype] * rows.norm(dim=1)).all())
+def _adds(layer: nn.Module, form: LayerForm) -> bool:
+    probe, attention, mlp = copy.copy(layer), Sines(17.0, pair=True), Sines(5.0)
+    norms: dict[str | None, nn.Module] = {name: Sines(2.0 + index) for index, name in enumerate(form.norms)}
+    probe._modules = {**layer._modules, **norms, "self_attn": attention, "mlp": mlp}  # type: ignore[dict-item]
+    norms[None] = nn.Identity()
+    x = _normal(1, _TOKENS, _FEATURES)
+    named = {"position_embeddings": (x, x), "attention_mask": None, "position_ids": torch.zeros(1, _TOKENS)}
+    computed, passed = try_module(probe, x, **named), attention.named
+    sums = x + norms[form.attended](attention(norms[form.before](x))[0])
+    expected = sums + norms[form.computed](mlp(norms[form.between](sums)))
+    same = all(passed.pop(name, None) is value for name, value in named.items())
+    return same and not any(passed.values()) and equal(computed, expected)

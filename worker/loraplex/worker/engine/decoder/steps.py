@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from loraplex.kernels.program import Program, as_integers
 from loraplex.kernels.threads import ThreadCall, recorded_calls
 from loraplex.worker.engine.attention.cpu import CpuPlan
 from loraplex.worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache
-from loraplex.worker.engine.decoder.layer import Arena, DecoderLayer, Norm, Rotation, RowOperators
+from loraplex.worker.engine.decoder.layer import Arena, DecoderLayer, Rotation, RowOperators
+from loraplex.worker.engine.decoder.recognition import Norm
 from loraplex.worker.engine.linear.layer import PanelLayer, scratch_memory
 from loraplex.worker.engine.lora.cpu import CpuGroup
 
@@ -173,13 +175,6 @@ class Ends:
     product: CpuGroup | None
 
 
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """The result of a decoder: logits [1, rows, vocab]."""
-
-    logits: Tensor
-
-
 class DecoderSteps:
     """The steps of a decoder; from one thread."""
 
@@ -218,7 +213,7 @@ class DecoderSteps:
         def forward(input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **named: Any) -> Any:
             if hooks or (step := self._step()) is None:
                 return original(input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **named)
-            return Logits(self._logits(input_ids[0], position_ids[0], step, logits_to_keep)[None])
+            return SimpleNamespace(logits=self._logits(input_ids[0], position_ids[0], step, logits_to_keep)[None])
 
         return forward
 
@@ -292,7 +287,8 @@ class DecoderSteps:
         # The first of each kernel: a width that tiles do not take has its own.
         adapted = {group.kernel: (group, inputs, y) for group, inputs, y in reversed(shared.adapted)}.values()
         first = self._layers[0]
-        call, attended = first.call(shared.rows("qkv", x, first.qkv.width)), first.attended(x, shared)
+        qkv, attended = shared.rows("qkv", x, first.groups[0].width), first.attended(x, shared)
+        call = first.attention.call_of(qkv, qkv)
 
         def again(plan: CpuPlan) -> None:
             plan.attend(call, step.cache, attended)

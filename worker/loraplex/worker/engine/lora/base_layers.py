@@ -185,17 +185,6 @@ class LoadedBase:
         return layers if self.split is None else {name: self.split.whole[name] for name in layers}
 
 
-def whole_product(module: Any, names: Sequence[str]) -> FusedProduct | None:
-    """Return the product of a module's layers of these names, in this order; None where they are no whole product."""
-    layers = [getattr(module, name, None) for name in names]
-    parts = [layer for layer in layers if isinstance(layer, FusedPart) and layer.is_plain]
-    if not parts or len(parts) < len(layers):
-        return None
-    product = parts[0].product
-    whole = [part.index for part in parts if part.product is product] == list(range(len(product.widths)))
-    return product if whole else None
-
-
 class ModelLayers:
     """The layers of a model on any device, as numbers on the CPU.
 

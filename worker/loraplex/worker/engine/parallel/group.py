@@ -68,10 +68,6 @@ class RankGroup:
         """Overwrite all ranks' x with rank 0's."""
         dist.broadcast(x, 0)
 
-    def agree(self, result: bool) -> bool:
-        """Tell whether a result is True on all ranks."""
-        return bool(self.least(result))
-
     def _all(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.ranks, *x.shape)
         _gather_all(parts.view(-1), x.contiguous().view(-1))
