@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,10 @@ class DraftingEngine:
     def __init__(self) -> None:
         self._loaded = threading.Event()
         self._engine = HashEngine(EngineConfig(SPEC, rows=9, max_rank=8), self._loaded.set)
-        drafter = self._engine._scheduler.drafter = SuffixDrafter(Speculation("suffix", 8))
+        drafter = self._engine._scheduler.drafter = SuffixDrafter(Speculation("suffix", 8), count().__next__)
         row = Row(Sequence(NewSequence("measured", PROMPT), 0, frozenset()), 0, 1, samples=True)
         for _ in range(4):
-            drafter.observe(Batch((row,), 1, 1), 0.01)
+            drafter.observe(Batch((row,), 1, 1))
 
     def steps(self, sequence: NewSequence) -> Steps:
         """Return what each step gave of a sequence."""

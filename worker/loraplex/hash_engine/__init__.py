@@ -198,7 +198,7 @@ class HashDrafter:
             draft.append((token + wrong) % self._model.vocab)
         return draft
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, batch: Batch) -> None:
         """See Drafter; as all that follow, without effect."""
 
     def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from loraplex.speculation.gain import Acceptance, Gain
 from loraplex.speculation.suffixes import LONGEST_MATCH, Corpus, SuffixIndex
@@ -58,15 +58,16 @@ class _Running:
 
 
 class SuffixDrafter:
-    """Implements Drafter for the method `suffix`."""
+    """Implements Drafter for the method `suffix`; `clock` tells the seconds of steps."""
 
-    def __init__(self, speculation: Speculation) -> None:
+    def __init__(self, speculation: Speculation, clock: Callable[[], float]) -> None:
         self._most = speculation.num_speculative_tokens
         # By tenant and adapter, and their bytes together: a sum over all of them would take long at every end.
         self._owners: OrderedDict[tuple[str, str], _Owner] = OrderedDict()
         self._bytes = 0
         self._running: dict[Sequence, _Running] = {}
         self._gain = Gain()
+        self._clock, self._step_ended_at = clock, clock()
         self._left = _INDEXED_IDS
         self._turn = 0
 
@@ -143,12 +144,14 @@ class SuffixDrafter:
         while self._bytes > _ALL_BYTES:
             self._bytes -= self._owners.popitem(last=False)[1].size
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, batch: Batch) -> None:
         """See Drafter."""
+        before, self._step_ended_at = self._step_ended_at, self._clock()
         self._left = _INDEXED_IDS
         self._turn += _SEQUENCES
         if batch.decodes == len(batch.rows):
-            self._gain.observe(batch.decodes, seconds, drafts=any(row.place for row in batch.rows))
+            drafted = sum(row.place > 0 for row in batch.rows)
+            self._gain.observe(batch.decodes - drafted, drafted, self._step_ended_at - before)
 
     def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:
         """See Drafter."""

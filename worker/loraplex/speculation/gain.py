@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Sequence
+from statistics import median_low
 
-# Weight of the newest step in a time, and the largest factor by which one step counts as longer or shorter.
-_NEWEST, _MOST_FACTOR = 0.15, 1.5
-# Steps after which a time is measured anew, and number of steps that make one: the first of its kind records calls.
-_OUTDATED, _STEPS = 256, 2
+# Number of steps whose median is a time, at least and at most: the first of its kind records calls.
+_FEWEST, _LATEST = 2, 7
+# Number of steps after which a time is measured anew, and of steps with drafts after which one without is measured.
+_OUTDATED, _PLAIN_EVERY = 256, 32
+# Factor of a longer time with fewer rows from which both are measured, in turn.
+_DELAYED = 1.5
+# Maximum number of ids that are tried where outdated times say that none pay, and where more rows were never measured.
+_TRIED, _MORE = 4, 8
 # Minimum gain of drafts over none, as a factor: times are not that exact.
-_LEAST_GAIN = 1.05
+_LEAST_GAIN = 1.1
 # Weight that an acceptance keeps with each id that was checked: the last 50 count most.
 _KEPT = 0.98
 # Number of checked ids that the first guess of an acceptance counts as.
@@ -35,46 +42,31 @@ class Acceptance:
 
 
 class StepTimes:
-    """The seconds of steps by their number of rows; those not measured are as their neighbours'."""
+    """The seconds of steps by their number of rows: the median of the latest, so that what delays some changes none."""
 
     def __init__(self) -> None:
-        # By number of rows: seconds, number of steps, and the number of the last one of all steps.
-        self._times: dict[int, tuple[float, int, int]] = {}
+        # By number of rows: the latest, and the number of the last one of all steps.
+        self._latest: dict[int, tuple[deque[float], int]] = {}
 
     def observe(self, rows: int, seconds: float, step: int) -> None:
         """Learn from a step."""
-        known, count, last = self._times.get(_size(rows), (seconds, 0, step))
-        if count < _STEPS or step - last > _OUTDATED:
-            # What delays a step makes it longer, nothing makes it shorter.
-            known = min(known, seconds) if count == 1 else seconds
-            count = count if count < _STEPS else 0
-        else:
-            known += _NEWEST * (min(max(seconds, known / _MOST_FACTOR), known * _MOST_FACTOR) - known)
-        self._times[_size(rows)] = known, count + 1, step
+        latest, last = self._latest.get(_size(rows), ((), 0))
+        self._latest[_size(rows)] = deque([*latest, seconds] if step - last <= _OUTDATED else [seconds], _LATEST), step
 
-    def measured(self, rows: int, step: int) -> bool:
-        """Tell whether steps of so many rows have been measured lately."""
-        _, count, last = self._times.get(_size(rows), (0.0, 0, 0))
-        return count >= _STEPS and step - last <= _OUTDATED
+    def measured(self, rows: int, step: int) -> float | None:
+        """Return the time of a step with so many rows; None unless it has been measured lately."""
+        latest, last = self._latest.get(_size(rows), ((), 0))
+        return sorted(latest)[len(latest) // 4] if len(latest) >= _FEWEST and step - last <= _OUTDATED else None
 
-    def seconds(self, rows: int, step: int) -> float | None:
-        """Predict the time of a step; None before the first."""
-        size = _size(rows)
-        if self.measured(rows, step):
-            return self._times[size][0]
-        known = [one for one, (_, count, last) in self._times.items() if count >= _STEPS and step - last <= _OUTDATED]
-        below = max((one for one in known if one < size), default=None)
-        above = min((one for one in known if one > size), default=None)
-        if below is None or above is None:
-            nearest = below if above is None else above
-            return None if nearest is None else self._times[nearest][0]
-        low, high = self._times[below][0], self._times[above][0]
-        return low + (high - low) * (size - below) / (above - below)
+    def above(self, rows: int) -> list[tuple[int, float]]:
+        """Return the numbers of more rows whose times were ever measured, in their order, with the times."""
+        known = [(size, median_low(latest)) for size, (latest, _) in self._latest.items() if len(latest) >= _FEWEST]
+        return sorted((size, min(time for other, time in known if other >= size)) for size, _ in known if size > rows)
 
 
 def _size(rows: int) -> int:
-    """Return the number of rows that others count as: exact up to 16, then multiples of 8."""
-    return rows if rows <= 16 else -(-rows // 8) * 8
+    """Return the number of rows that others count as: exact up to 32, then multiples of 8."""
+    return rows if rows <= 32 else -(-rows // 8) * 8
 
 
 class Gain:
@@ -85,12 +77,16 @@ class Gain:
 
     def __init__(self) -> None:
         self._plain, self._drafting = StepTimes(), StepTimes()
-        self._steps = 0
+        # Numbers of all steps, and of the last with drafts; by rows, of those with drafts since the last without.
+        self._steps = self._drafted = 0
+        self._since_plain: Counter[int] = Counter()
 
-    def observe(self, rows: int, seconds: float, *, drafts: bool) -> None:
-        """Learn from a step."""
+    def observe(self, rows: int, drafted: int, seconds: float) -> None:
+        """Learn from a step of `rows` rows and `drafted` ids of drafts."""
         self._steps += 1
-        (self._drafting if drafts else self._plain).observe(rows, seconds, self._steps)
+        self._drafted = self._steps if drafted else self._drafted
+        self._since_plain[_size(rows)] = self._since_plain[_size(rows)] + 1 if drafted else 0
+        (self._drafting if drafted else self._plain).observe(rows + drafted, seconds, self._steps)
 
     def lengths(self, rows: int, free: int, drafts: Sequence[tuple[int, float]]) -> list[int]:
         """Return how many ids of each draft give most tokens per second beside `rows` rows: 0 of all without a gain.
@@ -99,25 +95,31 @@ class Gain:
         """
         counts = [0] * len(drafts)
         # Without drafts a step is measured now and then: it is what the others are compared with.
-        if not self._plain.measured(rows, self._steps):
+        seconds = self._plain.measured(rows, self._steps)
+        if seconds is None or self._since_plain[_size(rows)] >= _PLAIN_EVERY:
             return counts
-        seconds = self._plain.seconds(rows, self._steps)
-        assert seconds is not None, "it was measured"
-        ids = [
-            (rate**place, -place, index)
-            for index, (length, rate) in enumerate(drafts)
-            for place in range(1, length + 1)
-        ]
+        above = self._drafting.above(rows)
+        # More rows take no less: steps without drafts were delayed, or all steps take longer by now.
+        least = min([seconds, *(time for _, time in above)])
+        if seconds > _DELAYED * least and self._drafted == self._steps:
+            return counts
+        ids = [(rate**at, -at, index) for index, (length, rate) in enumerate(drafts) for at in range(1, length + 1)]
         ids.sort(reverse=True)
-        best, kept, tokens = _LEAST_GAIN * rows / seconds, 0, float(rows)
-        for count, (probability, *_) in enumerate(ids[:free], 1):
+        tried = _TRIED if self._steps - self._drafted >= _OUTDATED else 0
+        known = [(rows, least), *above]
+        best, kept, tokens = _LEAST_GAIN * rows / least, 0, float(rows)
+        for count, (probability, *_) in enumerate(ids[: min(free, known[-1][0] + _MORE - rows)], 1):
             tokens += probability
-            if (speed := tokens / self._seconds(rows + count, seconds)) > best:
-                best, kept = speed, count
+            took = least if count <= tried else max(least, _between(known, rows + count))
+            if tokens / took > best:
+                best, kept = tokens / took, count
         for _, _, index in ids[:kept]:
             counts[index] += 1
         return counts
 
-    def _seconds(self, rows: int, least: float) -> float:
-        seconds = self._drafting.seconds(rows, self._steps) or self._plain.seconds(rows, self._steps)
-        return max(least, seconds or 0.0)
+
+def _between(known: Sequence[tuple[int, float]], rows: int) -> float:
+    """Return the time of so many rows, by the line between fewer and more, or through the fewest and the most."""
+    above = bisect_left(known, (rows, 0.0))
+    (low, seconds), (high, other) = (known[above - 1], known[above]) if above < len(known) else (known[0], known[-1])
+    return seconds if low == high else seconds + (other - seconds) * (rows - low) / (high - low)

@@ -234,7 +234,7 @@ class Prophet:
     def _other(self) -> int:
         return self._chance.randrange(self._vocab)
 
-    def observe(self, batch: Batch, seconds: float) -> None:
+    def observe(self, batch: Batch) -> None:
         self.steps += any(row.place for row in batch.rows)
 
     def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:

@@ -129,12 +129,11 @@ class TorchEngine(Engine[Scheduler]):
     def _collect(self, step: InFlight, launched_at: float) -> list[Output]:
         sampled = step.collect()
         # A step begins when the one before it ends, at the earliest.
-        before = self._collected_at
-        began, self._collected_at = max(launched_at, before), self._clock()
+        began, self._collected_at = max(launched_at, self._collected_at), self._clock()
         if self._chunk_sizer is not None:
             self._chunk_sizer.observe(step.batch, self._collected_at - began)
-        if self._scheduler.drafter is not None and before:
-            self._scheduler.drafter.observe(step.batch, self._collected_at - before)
+        if self._scheduler.drafter is not None:
+            self._scheduler.drafter.observe(step.batch)
         return self._scheduler.commit(step.batch, sampled.ids, sampled.logprobs, sampled.failures)
 
     def _within_memory(
@@ -208,7 +207,8 @@ def build_engine(
         scheduler = Scheduler(
             part.limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
         )
-        scheduler.drafter = make_drafter(config.speculation)
+        # Beside other work the wall's time, and one thread's, depend on which of the threads must wait.
+        scheduler.drafter = make_drafter(config.speculation, time.monotonic if part.ahead else time.process_time)
         engine = TorchEngine(
             scheduler, part.runner, part.encoding, adapters, grammars, chunk_sizer,
             ahead=part.ahead, followers=followers,

@@ -5,7 +5,7 @@ A draft cannot change an answer: its rows are computed like any others, and coun
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Ids
 from importlib import import_module
 from typing import Protocol
@@ -27,8 +27,8 @@ class Drafter(Protocol):
         The step has `rows` rows of one id without them. Of a step in flight the ids are missing still.
         """
 
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Learn the time from the step before to the end of this one."""
+    def observe(self, batch: Batch) -> None:
+        """Learn that a step has ended, and so how long it took."""
 
     def learn(self, sequence: Sequence, checked: int, accepted: int) -> None:
         """Learn that of so many drafted ids, whose predecessors all came, these came too."""
@@ -43,9 +43,9 @@ class Drafter(Protocol):
         """
 
 
-def make_drafter(speculation: Speculation | None) -> Drafter | None:
-    """Make a drafter as configured."""
+def make_drafter(speculation: Speculation | None, clock: Callable[[], float]) -> Drafter | None:
+    """Make a drafter as configured; `clock` tells the seconds of steps."""
     if speculation is None:
         return None
-    drafter: Drafter = import_module(_SPECULATION).SuffixDrafter(speculation)
+    drafter: Drafter = import_module(_SPECULATION).SuffixDrafter(speculation, clock)
     return drafter
