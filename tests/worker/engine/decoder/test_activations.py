@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from loraplex.worker.engine.decoder.cpu import in_whole_vectors
+from loraplex.worker.engine.decoder.cpu import in_whole_vectors, with_whole_sigmoids
 
 
 @pytest.fixture(params=[1, 2, 5, 7, 10])
@@ -38,3 +38,13 @@ def test_more_threads_than_a_row_has_vectors_for_end_as_well(monkeypatch: pytest
     monkeypatch.setattr(torch, "get_num_threads", lambda: 512)
     x = torch.randn(16_448, generator=torch.Generator().manual_seed(1))
     assert torch.equal(in_whole_vectors(torch.neg)(x), -x)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("width", [1, 8, 40])
+def test_sigmoids_of_a_mixture_of_experts_are_computed_by_row(width: int) -> None:
+    function = with_whole_sigmoids(torch.nn.functional.sigmoid)
+    x = torch.randn(2_000, width, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([function(row[None]) for row in x])
+    for rows in (2, 3, 7, 17, 40, 2_000):
+        assert torch.equal(function(x[:rows]), alone[:rows]), f"{rows} rows"

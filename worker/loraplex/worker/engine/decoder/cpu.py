@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import activations
 
 from loraplex.worker.engine.attention.paged import AttentionContext
@@ -26,6 +27,7 @@ from loraplex.worker.engine.decoder.recognition import (
     try_module,
 )
 from loraplex.worker.engine.decoder.steps import DecoderSteps, Ends, Rotations, can_record
+from loraplex.worker.engine.linear.experts import PanelExperts
 from loraplex.worker.engine.lora.base_layers import FusedPart, own_forward
 from loraplex.worker.engine.lora.cpu import CpuGroup
 
@@ -52,6 +54,9 @@ def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype, lengt
     for module in model.modules():
         if type(module).__module__ == activations.__name__ or isinstance(module, nn.SiLU | nn.GELU):
             module.forward = in_whole_vectors(own_forward(module))
+        # torch computes what routers and gates of experts do beside their products.
+        if any(isinstance(vars(child).get("forward"), PanelExperts) for child in module.children()):
+            module.forward = with_whole_sigmoids(own_forward(module))
 
 
 # Numbers that torch's vector code computes at once, of the smallest dtype: two vectors of 512 bits.
@@ -80,6 +85,26 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
             results.append(function(flat[done : done + count]))
             done += count
         return torch.cat(results)[: x.numel()].view(x.shape)
+
+    return forward
+
+
+class _WholeSigmoids(TorchFunctionMode):
+    """Computes sigmoids in whole vectors."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        if func in {torch.sigmoid, Tensor.sigmoid}:
+            return in_whole_vectors(torch.sigmoid)(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def with_whole_sigmoids(mixture: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a mixture of experts with sigmoids in whole vectors."""
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        with _WholeSigmoids():
+            return mixture(*arguments, **named)
 
     return forward
 
