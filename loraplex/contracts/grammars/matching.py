@@ -42,10 +42,7 @@ _MEANINGS = (
         "Parser Error: Current row has",
         "allows too much at one place, such as 500 optional properties; require some of them, or allow fewer",
     ),
-    (
-        "Too many items (limit",
-        "has too many unfinished rules for one token; read letters by a terminal, such as WORD: /[a-z]+/, not by rules",
-    ),
+    ("Too many items (limit", "has too many unfinished rules for a token; read letters by terminals, as /[a-z]+/"),
     ("lookarounds not supported", r"\b and \B, and ^ and $ in the middle, are not supported"),
 )
 _PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema: )?")

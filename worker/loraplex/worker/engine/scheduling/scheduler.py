@@ -264,8 +264,7 @@ class Scheduler(SequenceScheduler):
             computed = sequence.computed
             if sequence.waits_for_ids:
                 decodes.append(computed)
-                continue
-            if sequence.length - computed > 1:
+            elif sequence.length - computed > 1:
                 prefilling.append(sequence)
             elif sequence in passed:
                 continue
