@@ -49,7 +49,7 @@ def test_float32_weights_that_are_bfloat16s_take_half_the_bytes_and_give_the_sam
     x = torch.randn(8, 96)
     narrow, panels = laid_out(wide, F32), layouts.panels(wide, F32)
     assert narrow is not None
-    assert [cast(Any, layer)._panels.format for layer in (narrow, panels)] == ["bfloat16", "float32"]
+    assert [cast(Any, layer).panels.format for layer in (narrow, panels)] == ["bfloat16", "float32"]
     assert torch.equal(narrow(x), panels(x))
 
 

@@ -246,12 +246,18 @@ def test_panels_replace_linears(tiny_qwen2: Any, dtype: torch.dtype) -> None:
     head = loaded.module.lm_head
     x = torch.randn(5, 64).to(dtype)
     expected = head(x)
+    stored = weakref.ref(head.weight)
+    rows = head.weight.clone()
+    del head
     lay_out(loaded)
     assert not [module for module in loaded.module.modules() if type(module) is torch.nn.Linear]
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(loaded.module.lm_head(x), expected, rtol=tolerance, atol=tolerance * 10)
-    # Tied: the embedding keeps its tensor.
-    assert loaded.module.model.embed_tokens.weight.shape == (320, 64)
+    # Tied: the embeddings are rows of the head's panels, and the model's own tensor is gone.
+    assert stored() is None
+    ids = torch.tensor([[7, 319], [0, 7]])
+    assert torch.equal(loaded.module.model.embed_tokens(ids), rows[ids])
+    assert torch.equal(loaded.module.model.embed_tokens.weight, rows)
 
 
 def test_weights_on_the_cpu_take_memory_once(tiny_qwen2: Any) -> None:

@@ -146,7 +146,7 @@ class PanelLayer(nn.Module):
         self._dtype = dtype
         # The dtype of `multiply_into`'s inputs.
         self.input_dtype = dtype
-        self._panels = panels
+        self.panels = panels
         self._missing = panels.columns - self.in_features
         # The kernels' parameters `columns` to `y_size`: the memory stays where it is.
         self._places = (
@@ -171,7 +171,7 @@ class PanelLayer(nn.Module):
     @property
     def takes_rows(self) -> bool:
         """Tell whether rows are multiplied as they are; others are padded to whole units of the weight first."""
-        return self._panels.columns == self.in_features
+        return self.panels.columns == self.in_features
 
     def multiply_into(self, x: Tensor, y: Tensor) -> None:
         """Multiply rows x [rows, in_features] of `input_dtype` into y [rows, out_features], both contiguous.
@@ -190,9 +190,9 @@ class PanelLayer(nn.Module):
         """Call the kernel in all threads: x [rows, columns] and y [rows, out_features], both contiguous."""
         x = x.to(self.input_dtype)
         _scratch.counters[:] = 0
-        threads, panels = torch.get_num_threads(), self._panels.count
+        threads, panels = torch.get_num_threads(), self.panels.count
         tasks = min(panels, threads * _TASKS_PER_THREAD)
-        if rows > tiles.ROWS and self._panels.columns > float_linear.WIDE_COLUMNS:
+        if rows > tiles.ROWS and self.panels.columns > float_linear.WIDE_COLUMNS:
             # Each task copies all rows.
             tasks = min(tasks, max(1, panels // (float_linear.GROUP_PANELS * threads)) * threads)
         # Threads write to their scratch all the time: it shares no cache line with other memory.
@@ -224,6 +224,29 @@ class PanelLinear(PanelLayer):
         self._row_bytes = -(-panels.columns // panels.segment) * 4
         x_bytes = panels.columns * self.input_dtype.itemsize
         self._integers_buffer = _integers(*self._places, x_bytes, self._row_bytes, *own)
+
+
+class PanelEmbedding(nn.Embedding):
+    """Token embeddings that are an output head's weight in panels, without a copy of their own."""
+
+    def __init__(self, head: PanelLayer, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
+        # [panels, PANEL, units, columns of a unit]
+        self._rows, self._dtype = head.panels.memory.transpose(1, 2), dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids [...]: [..., embedding_dim]."""
+        return self._rows[ids // PANEL, ids % PANEL].flatten(-2)[..., : self.embedding_dim].to(self._dtype)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # nothing sets it
+        """Return a copy of all rows [num_embeddings, embedding_dim]."""
+        return self.forward(torch.arange(self.num_embeddings))
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
 def _products(panels: Panels, dtype: torch.dtype) -> int:

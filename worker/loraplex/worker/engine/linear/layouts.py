@@ -62,7 +62,7 @@ def laid_out(linear: AnyLinear, compute: torch.dtype) -> nn.Module | None:
 def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> None:
     """Replace every linear layer of a CPU model, one by one, so that the weights are never held twice.
 
-    A weight that another module uses too (tied embeddings) stays there as well.
+    A weight that another module uses too stays there as well.
     """
     # Without the layers themselves: a list of these would keep all weights until the end.
     for module in [module for module in model.modules() if not is_linear(module)]:

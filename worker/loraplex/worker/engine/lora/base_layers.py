@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from loraplex.contracts.artifacts.checkpoint import read_checkpoint
+from loraplex.contracts.artifacts.base_modules import read_weights
+from loraplex.contracts.artifacts.checkpoint import read_checkpoint, read_config
 from loraplex.contracts.artifacts.experts import ExpertSizes
 from loraplex.contracts.artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
 from loraplex.worker.engine.device import return_freed_memory
@@ -194,8 +195,8 @@ class ModelLayers:
 
     def __init__(self, loaded: LoadedBase) -> None:
         self.loaded = loaded
-        # Of quantized ones the size alone is used: their file is read.
-        self._embeddings: Tensor | QuantizedWeight = loaded.module.get_input_embeddings().weight
+        # The number of tokens that have embeddings.
+        self.vocabulary: int = loaded.module.get_input_embeddings().num_embeddings
         self._squares: dict[str, Tensor] = {}
         self._biases: dict[str, Tensor] = {}
         for name in (*loaded.linears, *loaded.ends):
@@ -245,12 +246,6 @@ class ModelLayers:
         """Return the factor that the model multiplies token embeddings by (1 in most families)."""
         return float(getattr(self._own(module), "embed_scale", 1.0))
 
-    @property
-    def vocabulary(self) -> int:
-        """Return the number of tokens that have embeddings."""
-        weight = self._embeddings
-        return weight.out_features if isinstance(weight, QuantizedWeight) else weight.shape[0]
-
     def rows(self, module: str, ids: Sequence[int]) -> Tensor:
         """Return tokens' rows of the embeddings or of the output head: [ids, hidden size] float32.
 
@@ -280,12 +275,13 @@ class ModelLayers:
         return own is not None and torch.equal(own.to("cpu", dtype), values.to(dtype))
 
     def _weight(self, module: str) -> Tensor:
-        """Return the embeddings' weight, or the head's from its file (it may be packed), unless the two are tied."""
-        with open_slices(read_checkpoint(self.loaded.directory), mapped=True) as slices:
-            name = next((name for name in HEAD_WEIGHTS if name in slices), None)
-            if isinstance(self._own(module), nn.Embedding) or name is None:
-                assert isinstance(self._embeddings, Tensor), "quantized ones are read from their file"
-                return self._embeddings
+        """Return the weight of the embeddings or the head from its file: in memory it may be packed."""
+        checkpoint = read_checkpoint(self.loaded.directory)
+        with open_slices(checkpoint, mapped=True) as slices:
+            name = None if is_embedding(module) else next((name for name in HEAD_WEIGHTS if name in slices), None)
+            if name is None:
+                weights = read_weights(read_config(self.loaded.directory), checkpoint).values()
+                name = next(weight.tensor for weight in weights if weight.is_embedding)
             weight: Tensor = slices[name][...]
         return weight
 

@@ -23,7 +23,8 @@ class WholeLayers(ModelLayers):
     def __init__(self, loaded: LoadedBase) -> None:
         """Read the biases."""
         self.loaded = loaded
-        self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
+        embeddings = loaded.module.get_input_embeddings()
+        self.vocabulary, self._embeddings = embeddings.num_embeddings, embeddings.weight
         self._squares: dict[str, Tensor] = {}
         self._checkpoint = read_checkpoint(loaded.directory)
         self._weights = read_weights(read_config(loaded.directory), self._checkpoint)

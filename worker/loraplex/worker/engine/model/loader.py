@@ -367,6 +367,14 @@ def lay_out(loaded: LoadedModel) -> None:
                 f"{loaded.directory}: this processor has no kernel for {codes_name(linear)} weights; "
                 "load the model without --quantize, or an unquantized checkpoint"
             )
+        name = next(iter(loaded.ends))
+        embedding = loaded.module.get_submodule(name)
+        # A tied weight. Other kinds of embeddings multiply its rows.
+        if type(embedding) is nn.Embedding and embedding.weight is linear.weight and not isinstance(layer, nn.Linear):
+            from loraplex.worker.engine.linear.layer import PanelEmbedding, PanelLayer  # as in panels()
+
+            assert isinstance(layer, PanelLayer)
+            loaded.module.set_submodule(name, PanelEmbedding(layer, loaded.dtype))
         return layer
 
     if not panels_work(loaded.dtype, loaded.dtype):
