@@ -49,8 +49,8 @@ _PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )?(?:failed to compile JSON schema
 
 
 @cache
-def _limits(items: int) -> LLParserLimits:
-    """Return llguidance's limits for one grammar, far below its defaults, with so many items in a row.
+def _limits(*, of_client: bool) -> LLParserLimits:
+    """Return llguidance's limits for one grammar, far below its defaults; lower for rules of a client.
 
     A mask that reaches them takes some 10 to 30 ms, and the states of a grammar some 40 MB. Schemas of real services
     stay below a tenth of them, a grammar of C below half.
@@ -58,10 +58,10 @@ def _limits(items: int) -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=items,
+        max_items_in_row=_CLIENT_ITEMS if of_client else _ITEMS,
         initial_lexer_fuel=500_000,
         step_lexer_fuel=50_000,
-        step_max_items=10_000,
+        step_max_items=10_000 if of_client else 20_000,
         max_lexer_states=20_000,
         max_grammar_size=200_000,
         verbose_errors=False,
@@ -72,8 +72,7 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str, path: str = "format")
     """Compile a grammar; its matcher is at the beginning of an answer. Raises GrammarError."""
     from llguidance import LLMatcher
 
-    limits = _limits(_CLIENT_ITEMS if CLIENT_RULES in grammar else _ITEMS)
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits(of_client=CLIENT_RULES in grammar))
     if matcher.is_error():
         raise GrammarError(path, plain_error(matcher.get_error()))
     return matcher
