@@ -252,7 +252,7 @@ def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         database = EmbeddedDatabase(path)
         with database.reading() as rows:
-            assert rows.execute("PRAGMA user_version").fetchone()[0] == 12 + 2
+            assert rows.execute("PRAGMA user_version").fetchone()[0] == 13 + 2
             assert rows.execute("SELECT note FROM plans").fetchall() == []
         database.close()
 

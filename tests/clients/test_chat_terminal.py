@@ -132,7 +132,7 @@ def test_a_conversation(server: Any, tmp_path: Path) -> None:
         here.type("/system Be a pirate.\n")
         here.until("> ")
         here.type("/wrong\n")
-        here.until("no command")
+        here.until("not a command")
         here.type("/adapter\nHey\n")
         here.until("Ahoy!")
         here.until("> ")
