@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.house import ROOT, Rooms, arrows, circles, core_lines, imports, lines, module, names_twice, read
 
 # Maximum lines of the core and of all that is shipped: lower them with the code.
-CORE, PRODUCT = 54_750, 97_800
+CORE, PRODUCT = 54_610, 97_670
 
 
 def test_the_code_does_not_grow() -> None:
