@@ -135,7 +135,10 @@ def test_a_job_key_is_replaced_in_three_steps_in_which_all_jobs_can_be_read(tmp_
         (("issue", "DIR", "king", "acme"), "KIND: king is not one of store, router,"),
         (("issue", "DIR", "tenant", "shared"), "NAME shared: not a tenant's name"),
         (("issue", "DIR", "worker", "a/b"), "NAME a/b: at most 51 letters"),
-        (("issue", "DIR", "operator", "ann", "--host", "x"), "--host: a certificate of kind operator is not for servers; leave it out"),
+        (
+            ("issue", "DIR", "operator", "ann", "--host", "x"),
+            "--host: a certificate of kind operator is not for servers; leave it out",
+        ),
         (("issue", "DIR", "tenant-admin", "acme"), "exists already; `loraplex certs renew`"),
         (("issue", "NONE", "router", "r2"), "no authority of `loraplex certs dev`"),
         (("renew", "NONE"), "no authority of `loraplex certs dev`"),

@@ -34,7 +34,7 @@ from tests.simulation.stories import Plan
 from tests.simulation.texts import draw_texts
 
 MODEL = "hash:?vocab=1000&seed=1&context=256&end_after=40"
-# The same model with drafts: six in ten of their tokens are right.
+# Drafts of the same model guess six tokens in ten right.
 DRAFTING = f"{MODEL}&draft=0.6"
 # Of a backlog's requests the first tenant's.
 _FIRST, _BACKLOG = 25, 40

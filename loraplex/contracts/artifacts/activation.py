@@ -15,7 +15,7 @@ from typing import Any
 from loraplex.contracts.artifacts import ArtifactError, MismatchError, parse_object
 
 INVOCATION_FIELD = "alora_invocation_tokens"
-# Maximum number of an invocation's ids: each prompt is searched for them.
+# Maximum number of an invocation's ids: each prompt is searched for them, by one byte an id.
 _MOST_IDS = 64
 # Fields that change what the base computes before the invocation, or that peft does not mask there.
 _EXCLUDED = ("modules_to_save", "target_parameters", "trainable_token_indices", "use_dora")
@@ -54,7 +54,7 @@ def check_invocation(ids: tuple[int, ...], vocab_size: int) -> None:
 
 def last_occurrence(ids: tuple[int, ...], prompt: tuple[int, ...]) -> int | None:
     """Return the position of the last occurrence of ids in a prompt; None: it has none."""
-    # One byte an id lets `find` search, in linear time, a prompt that repeats most of the ids.
+    # Encode each id as one byte: `bytes.find` takes linear time, also where a prompt repeats most of the invocation.
     codes = {token: code for code, token in enumerate(ids, 1)}
     after = bytes(map(codes.get, reversed(prompt), repeat(0))).find(bytes(codes[token] for token in reversed(ids)))
     return None if after < 0 else len(prompt) - after - len(ids)

@@ -245,5 +245,5 @@ def test_nor_does_a_position_of_another_family(
 ) -> None:
     vocab, adapters = save_family(family, tmp_path, save_adapter)
     engine = make_engine(tmp_path, rows=4, kv_blocks=700, block_size=8, step_tokens=64, **KINDS[kind])
-    # What is made of equal logits is the same in every family: the test of kinds samples too.
+    # Compare logits alone: the test of kinds samples from them, which no family does in another way.
     check_positions(engine, adapters, vocab, run_until_idle, sampled=False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median_low
 
-# Number of steps whose median is a time, at least and at most: the first of its kind records calls.
+# Minimum and maximum number of the latest steps that tell a time: the first of its kind records calls.
 _FEWEST, _LATEST = 2, 7
 # Number of steps after which a time is measured anew, and of steps with drafts after which one without is measured.
 _OUTDATED, _PLAIN_EVERY = 256, 32
@@ -42,7 +43,7 @@ class Acceptance:
 
 
 class StepTimes:
-    """The seconds of steps by their number of rows: the median of the latest, so that what delays some changes none."""
+    """The seconds of the latest steps by their number of rows, of which delayed ones change no time that is told."""
 
     def __init__(self) -> None:
         # By number of rows: the latest, and the number of the last one of all steps.
@@ -54,14 +55,16 @@ class StepTimes:
         self._latest[_size(rows)] = deque([*latest, seconds] if step - last <= _OUTDATED else [seconds], _LATEST), step
 
     def measured(self, rows: int, step: int) -> float | None:
-        """Return the time of a step with so many rows; None unless it has been measured lately."""
+        """Return the lower quartile for so many rows; None unless it has been measured lately."""
         latest, last = self._latest.get(_size(rows), ((), 0))
         return sorted(latest)[len(latest) // 4] if len(latest) >= _FEWEST and step - last <= _OUTDATED else None
 
     def above(self, rows: int) -> list[tuple[int, float]]:
-        """Return the numbers of more rows whose times were ever measured, in their order, with the times."""
-        known = [(size, median_low(latest)) for size, (latest, _) in self._latest.items() if len(latest) >= _FEWEST]
-        return sorted((size, min(time for other, time in known if other >= size)) for size, _ in known if size > rows)
+        """Return larger numbers of rows that were measured, in order, with times that are no longer than of more."""
+        sizes = [size for size, (latest, _) in self._latest.items() if size > rows and len(latest) >= _FEWEST]
+        sizes.sort(reverse=True)
+        times = accumulate((median_low(self._latest[size][0]) for size in sizes), min)
+        return [*zip(sizes, times, strict=True)][::-1]
 
 
 def _size(rows: int) -> int:

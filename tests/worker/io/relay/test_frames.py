@@ -77,7 +77,7 @@ def test_a_vector_goes_with_the_end_and_again_after_a_rewind() -> None:
 
 
 def test_an_activated_adapter_without_a_place_is_refused_and_not_taken_for_one_at_the_beginning() -> None:
-    """As an older router sends it; the prompt begins with the invocation, and has it again."""
+    """Read a job of an older router, which names no place; its prompt has the invocation at the beginning and end."""
     limits = EngineLimits(rows=1, max_tokens=64, max_rank=8, vocab_size=9, block_size=4, blocks=24, adapter_slots=1)
     adapter = AdapterSource("sha256:1", "somewhere", invocation=(1,))
     for source, place, taken in ((adapter, None, None), (adapter, 0, 0), (adapter, 2, 2), (None, None, 0)):

@@ -92,10 +92,12 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
 class _WholeSigmoids(TorchFunctionMode):
     """Computes sigmoids in whole vectors."""
 
+    _sigmoid = staticmethod(in_whole_vectors(torch.sigmoid))
+
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         if func in {torch.sigmoid, Tensor.sigmoid}:
-            return in_whole_vectors(torch.sigmoid)(args[0])
+            return self._sigmoid(args[0])
         return func(*args, **(kwargs or {}))
 
 
