@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 from redis.asyncio import Redis
 
@@ -20,8 +22,11 @@ def queue(redis: Redis) -> JobQueue:
 
 
 @pytest.fixture
-def dispatcher(queue: JobQueue) -> Dispatcher:
-    return Dispatcher(lambda *_: queue, lambda *_: Placement())
+async def dispatcher(queue: JobQueue) -> AsyncIterator[Dispatcher]:
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement())
+    yield dispatcher
+    # A task that is still pending when its loop closes would fail a later test.
+    await dispatcher.drain_tasks()
 
 
 @pytest.fixture
