@@ -373,8 +373,8 @@ def lay_out(loaded: LoadedModel) -> None:
         if type(embedding) is nn.Embedding and embedding.weight is linear.weight and not isinstance(layer, nn.Linear):
             from loraplex.worker.engine.linear.layer import PanelEmbedding, PanelLayer  # as in panels()
 
-            assert isinstance(layer, PanelLayer)
-            loaded.module.set_submodule(name, PanelEmbedding(layer, loaded.dtype))
+            if isinstance(layer, PanelLayer):
+                loaded.module.set_submodule(name, PanelEmbedding(layer, loaded.dtype))
         return layer
 
     if not panels_work(loaded.dtype, loaded.dtype):
