@@ -1,4 +1,4 @@
-"""The tutorial's blocks, run in order as a reader would: what they print is what the page says."""
+"""The tutorial's blocks and the README's commands, run in order as a reader would: they print what the page says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ class Reader:
     async def start(self, *command: str) -> Process:
         """Start a program as a reader's terminal would."""
         return await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=self._environment, stdout=PIPE, stderr=STDOUT
+            *command, cwd=ROOT, env=self._environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT
         )
 
     async def run(self, block: Block) -> str:
@@ -120,6 +120,11 @@ async def test_the_blocks_of_the_tutorial(reader: Reader) -> None:
         else:
             printed = await reader.run(block)
             assert printed.strip()
+
+
+async def test_the_commands_of_the_readme(reader: Reader) -> None:
+    (commands,) = re.findall(r"^```\n(loraplex generate [\s\S]*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    await reader.run(Block("commands", commands.replace("--duration 20", "--duration 3")))
 
 
 # Other tests kill workers of models that start sooner.
