@@ -130,9 +130,10 @@ class AccountService(accounts_pb2_grpc.AccountServiceServicer):
         def rows() -> list[Row]:
             return [_from_pb(f"accounts[{at}]", one) for at, one in enumerate(request.accounts)]
 
-        spent = {one.name for one in request.accounts if one.budget_spent}
-        self._batch += [row for row in await asyncio.to_thread(rows) if any(row[window] for window in _COUNTS)]
-        self._spent |= spent
+        read = await asyncio.to_thread(rows)
+        # Two statements: one `+=` reads the batch before it awaits, and would bring back one that a save has taken.
+        self._batch += [row for row in read if any(row[window] for window in _COUNTS)]
+        self._spent |= {one.name for one in request.accounts if one.budget_spent}
         if self._task is None:
             self._task = asyncio.create_task(self._save())
         await asyncio.shield(self._task)
