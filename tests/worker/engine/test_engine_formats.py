@@ -15,7 +15,6 @@ import pytest
 
 from loraplex.contracts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 from loraplex.contracts.options import FinishReason, SamplingParams, StoppingParams
-from loraplex.worker.engine.scheduling import grammars
 from loraplex.worker.engine_api import NewSequence, Output
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 
@@ -127,14 +126,14 @@ def test_a_step_decodes_one_of_the_sequences_whose_grammars_are_slow(
         for number in range(4)
     ] + [tiny_llama.request("free", range(20, 40), 12)]
     truth = answered(run_until_idle(make_engine(directory, **ROOMY), {0: sequences}))
-    monkeypatch.setattr(grammars, "_SLOW_S", 0.0)
+    monkeypatch.setattr("loraplex.worker.engine.scheduling.scheduler.SLOW_S", 0.0)
     engine, slow = make_engine(directory, **ROOMY), list[str]()
     schedule = engine._scheduler.schedule
 
     def scheduled() -> Any:
         if batch := schedule():
             some = [row.sequence for row in batch.rows if row.count == 1]
-            slow.append(" ".join(one.sequence_id for one in some if one.grammar is not None and one.grammar.slow))
+            slow.append(" ".join(one.sequence_id for one in some if one.answered and one.grammar is not None))
         return batch
 
     monkeypatch.setattr(engine._scheduler, "schedule", scheduled)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import product
+from itertools import count, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,15 +161,23 @@ def test_drafts_that_are_never_run_end_too(drafter: Clocked) -> None:
     assert drafts == []
 
 
-def test_none_that_a_format_does_not_allow_or_takes_long_to_check(drafter: Clocked) -> None:
-    """Of ids that make as many trees as there are a grammar takes milliseconds for each."""
-    vocabulary, letter = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9")), ord("a")
-    for text, prompt in (('start: "b"', 20), ('start: some\nsome: some some | "a" | "b"', 1)):
-        one = sequence((letter,) * prompt, emitted_ids=(letter,) * (300 if prompt == 1 else 0))
+def test_none_that_a_format_does_not_allow_or_takes_long_to_check(
+    drafter: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the processor time of the last id, which is measured once, as the grammar takes it."""
+    vocabulary, letter, calls = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9")), ord("a"), count()
+    for text, id_s, expected in (("b", 0.0, []), ("a", 0.0003, [letter] * 5), ("a", 0.0005, [])):
+        clock = SimpleNamespace(thread_time=lambda id_s=id_s: id_s * next(calls))
+        monkeypatch.setattr("loraplex.worker.engine.scheduling.grammars.time", clock)
+        monkeypatch.setattr("loraplex.speculation.drafter.time", clock, raising=False)
+        one = sequence((letter,) * 20)
         assert draft(drafter, one) == [letter] * 5
-        one.grammar = GrammarState(compile_grammar(vocabulary.tokens, f"{text}\n"), vocabulary, StoppingParams())
-        assert one.grammar.replay(one.spec.emitted_ids) is None
-        assert draft(drafter, one) == []
+        grammar = compile_grammar(vocabulary.tokens, f'start: "a" "{text}"*\n')
+        one.grammar = GrammarState(grammar, vocabulary, StoppingParams())
+        assert one.grammar.advance(letter) is None
+        taken = next(calls)
+        assert draft(drafter, one) == expected
+        assert next(calls) == taken + 1, "the drafter does not measure"
 
 
 def test_none_where_few_rows_are_free(drafter: Clocked) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 
 from loraplex.speculation.gain import Acceptance, Gain
 from loraplex.speculation.suffixes import LONGEST_MATCH, Corpus, SuffixIndex
 from loraplex.worker.engine.scheduling.batch import Batch
-from loraplex.worker.engine.scheduling.grammars import GrammarState
+from loraplex.worker.engine.scheduling.grammars import SLOW_S
 from loraplex.worker.engine.scheduling.sequence import Sequence
 from loraplex.worker.engine_api import Removal, Speculation
 
@@ -27,9 +26,6 @@ _KIND_OF = [
 ]
 # The kind of ids that a format forces, and the first guess of its acceptance.
 _FORCED, _FORCED_RATE = len(_FIRST_RATES), 0.9
-# Maximum processor time in seconds that the check of a draft takes, as its first id tells: a grammar that can read an
-# answer in many ways takes milliseconds for each id.
-_CHECK_S = 0.002
 
 
 class _Owner:
@@ -113,8 +109,10 @@ class SuffixDrafter:
         ends = sequence.end_ids | sequence.stop_ids
         if not ends.isdisjoint(draft):
             draft = draft[: next(place for place, token in enumerate(draft) if token in ends)]
-        if sequence.grammar is not None and not _is_quickly_valid(sequence.grammar, draft):
-            draft = []
+        if (grammar := sequence.grammar) is not None:
+            # An id takes as long to check as the last one took, so that all of the draft are checked soon.
+            quick = grammar.seconds * len(draft) < SLOW_S
+            draft = draft if quick and grammar.valid(draft[:1]) else []
         running.draft, running.kind, running.at, running.ran = draft, kind, len(sequence.ids), False
         return (running, owner.acceptance[kind].rate) if draft else None
 
@@ -186,9 +184,3 @@ class SuffixDrafter:
                 self._running.setdefault(sequence, _Running(sequence)).kept = False
                 left += 1
         return Removal(removed, left)
-
-
-def _is_quickly_valid(grammar: GrammarState, draft: list[int]) -> bool:
-    """Tell whether the first id of a draft may come, and all of them are checked soon."""
-    began = time.thread_time()
-    return bool(grammar.valid(draft[:1])) and (time.thread_time() - began) * len(draft) <= _CHECK_S

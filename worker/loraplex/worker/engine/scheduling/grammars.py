@@ -46,7 +46,7 @@ _BYTES_PER_CHARACTER = 200
 _FEW_WORDS = 16
 
 # Minimum processor time in seconds for one id of a slow grammar: a hundred times the usual.
-_SLOW_S = 0.002
+SLOW_S = 0.002
 
 # A grammar that is compiled once, so that what all of them need is there.
 _WARM_UP = choices_grammar(["a"])
@@ -70,8 +70,8 @@ class GrammarState:
         self._own_ends = frozenset(() if stopping.ignore_eos else stopping.end_ids) - vocabulary.end_ids
         self.vocabulary = vocabulary
         self.complete = False
-        # Whether the last id took long: when a sequence is scheduled may depend on it, no id does.
-        self.slow = False
+        # Processor time in seconds of the last id: when a sequence is scheduled may depend on it, no id does.
+        self.seconds = 0.0
         # The next ids, where the last masks left but one text: a draft, as the model may split it otherwise. Looked for
         # where there are drafts.
         self.forced: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ class GrammarState:
                 return self.problem()
             return grammar_failure(f"token {token} is not allowed: {plain_error(error)}")
         self._look()
-        self.slow = time.thread_time() - began >= _SLOW_S
+        self.seconds = time.thread_time() - began
         return None
 
     def _take(self, token: int) -> bool:

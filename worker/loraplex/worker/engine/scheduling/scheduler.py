@@ -34,7 +34,7 @@ from loraplex.worker.engine.scheduling.batch import Batch, BatchPlan, Row
 from loraplex.worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from loraplex.worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
 from loraplex.worker.engine.scheduling.drafts import Drafter
-from loraplex.worker.engine.scheduling.grammars import GrammarThread, Prepared
+from loraplex.worker.engine.scheduling.grammars import SLOW_S, GrammarThread, Prepared
 from loraplex.worker.engine.scheduling.sequence import (
     OUT_OF_MEMORY,
     Sequence,
@@ -255,7 +255,7 @@ class Scheduler(SequenceScheduler):
         prefilling: list[Sequence] = []
         decodes: list[int] = []
         running, index = self._running.in_rank, 0
-        slow = [one for one in running if one.grammar is not None and one.grammar.slow]
+        slow = [one for one in running if one.grammar is not None and one.grammar.seconds >= SLOW_S]
         passed = {*slow} - {slow[self._steps % len(slow)]} if slow else ()
         # From the first in rank on; preemption takes the present one, or later ones.
         while index < len(running):
