@@ -45,6 +45,8 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEngine]]:
     """Call with (directory, **settings): an engine of the CPU in float32, closed after the test."""
+    import torch
+
     from loraplex.worker.engine.torch_engine import build_engine
 
     engines = []
@@ -60,6 +62,7 @@ def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEn
     yield make
     for engine in engines:
         engine.close()
+    torch.set_num_threads(1)
 
 
 def run_until_idle(

@@ -93,8 +93,9 @@ class TorchEngine(Engine[Scheduler]):
         self._followers = followers
         self._encoding = encoding
         self._chunk_sizer = chunk_sizer
-        # Without stepping ahead this thread computes: the time in which others use its processor is no part of a step.
-        self._clock = time.monotonic if ahead else time.thread_time
+        # Without stepping ahead this process computes, and its threads take parts of a step as they come: beside other
+        # work the wall's time, and one thread's, depend on which of them must wait; their mean does not.
+        self.now = time.monotonic if ahead else lambda: time.process_time() / torch.get_num_threads()
         self._ahead = ahead
         # The step that is to be collected, and when it was launched; when the last one was collected.
         self._in_flight: tuple[InFlight, float] | None = None
@@ -114,7 +115,7 @@ class TorchEngine(Engine[Scheduler]):
         if self._in_flight is not None and self._scheduler.needs_ids_of(self._in_flight[0].batch):
             outputs += self._collect(*self._in_flight)
             self._in_flight = None
-        batch, began = self._scheduler.schedule(), self._clock()
+        batch, began = self._scheduler.schedule(), self.now()
         launched = self._within_memory(self._runner.launch, batch, batch, outputs)
         last, self._in_flight = self._in_flight, None
         if last is not None:
@@ -130,7 +131,7 @@ class TorchEngine(Engine[Scheduler]):
     def _collect(self, step: InFlight, launched_at: float) -> list[Output]:
         sampled = step.collect()
         # A step begins when the one before it ends, at the earliest.
-        began, self._collected_at = max(launched_at, self._collected_at), self._clock()
+        began, self._collected_at = max(launched_at, self._collected_at), self.now()
         if self._chunk_sizer is not None:
             self._chunk_sizer.observe(step.batch, self._collected_at - began)
         if self._scheduler.drafter is not None:
@@ -208,12 +209,11 @@ def build_engine(
         scheduler = Scheduler(
             part.limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
         )
-        # Beside other work the wall's time, and one thread's, depend on which of the threads must wait.
-        scheduler.drafter = make_drafter(config.speculation, time.monotonic if part.ahead else time.process_time)
         engine = TorchEngine(
             scheduler, part.runner, part.encoding, adapters, grammars, chunk_sizer,
             ahead=part.ahead, followers=followers,
         )  # fmt: skip
+        scheduler.drafter = make_drafter(config.speculation, engine.now)
         stack.pop_all()
     return engine
 

@@ -8,8 +8,8 @@ from its rows, with unit costs that are learned from earlier steps:
     decodes = fixed + rows + positions that they attend to
     chunks  = fixed + tokens + positions that the tokens attend to + positions that are read for them
 
-Where the CPU computes, times are processor time: beside other work gaps are longer, by what that takes. Chunks sized by
-the wall clock were so small there that the fixed costs of steps took most of the processor.
+Where the CPU computes, times are the threads' mean processor time: beside other work gaps are longer, by what that
+takes. Chunks sized by the wall clock were so small there that the fixed costs of steps took most of the processor.
 
 Where the decodes alone take about as long as the target, chunks get a multiple of the decodes' time. Without decodes
 nobody waits for a token, and only step_tokens and the maximum time of a step limit the chunks.
