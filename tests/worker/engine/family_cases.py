@@ -28,8 +28,9 @@ from loraplex.worker.engine_api import NewSequence
 from tests.worker.engine.interpreted import interpret_quickly
 from tests.worker.engine.model.tiny_families import make_config, make_model
 
-# Norms of all forms, of queries and keys too, layers that do not rotate, experts, and no module of a form.
-FAMILIES = ("llama", "gemma3_text", "olmo2", "smollm3", "mixtral", "gpt2")
+# Norms of all forms, of queries and keys too, layers that do not rotate, experts, heads of which half rotates, and no
+# module of a form.
+FAMILIES = ("llama", "gemma3_text", "olmo2", "smollm3", "mixtral", "glm4_moe", "nemotron", "gpt2")
 IDS = tuple(range(3, 10))
 
 

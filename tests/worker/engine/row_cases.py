@@ -53,16 +53,20 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
         found[f"gate of {columns}"] = difference(out, silu(x[:, :columns]) * x[:, columns:])
         gate_call(x.to(device), out, gelu=True).launch()
         found[f"gelu of {columns}"] = difference(out, gelu(x[:, :columns], approximate="tanh") * x[:, columns:])
-    for dim, value_dim, heads, kv_heads in ((16, 16, 4, 2), (24, 10, 3, 1)):
-        found[f"rotation of {heads} heads of {dim}"] = rotation(
-            dtype, device, AttentionForm(heads, kv_heads, dim, value_dim, dim, CALL)
-        )
+    for dim, value_dim, heads, kv_heads, turned in (
+        (16, 16, 4, 2, 16),
+        (24, 10, 3, 1, 24),
+        (16, 16, 4, 2, 8),
+        (40, 40, 2, 2, 20),
+    ):
+        attention = AttentionForm(heads, kv_heads, dim, value_dim, turned, CALL)
+        found[f"rotation of {turned} in {heads} heads of {dim}"] = rotation(dtype, device, attention)
         for what, sizes in {"each": (dim, dim), "all": (heads * dim, kv_heads * dim)}.items():
             query, key = (
                 Norm(torch.randn(size, generator=generator).to(device, dtype), 1e-6, 1.0, late=True) for size in sizes
             )
-            normed = AttentionForm(heads, kv_heads, dim, value_dim, dim, CALL, (query, key))
-            found[f"norm of {what}, rotation of {heads} heads of {dim}"] = rotation(dtype, device, normed)
+            normed = replace(attention, norms=(query, key))
+            found[f"norm of {what}, rotation of {turned} in {heads} heads of {dim}"] = rotation(dtype, device, normed)
     return found
 
 
@@ -71,7 +75,7 @@ def rotation(dtype: torch.dtype, device: str, form: AttentionForm) -> float:
     generator, tokens = torch.Generator().manual_seed(2), 5
     x, cos, sin = (
         torch.randn(tokens, size, generator=generator).to(dtype)
-        for size in (sum(form.widths), form.key_dim, form.key_dim)
+        for size in (sum(form.widths), form.columns, form.columns)
     )
     cache = KvCache(
         KvShape(1, form.kv_heads, form.key_dim, form.value_dim), 3, 4, dtype, torch.device(device), int8=False
@@ -86,8 +90,9 @@ def rotation(dtype: torch.dtype, device: str, form: AttentionForm) -> float:
     call = form.call_of(normed, x)
 
     def rotated(part: torch.Tensor) -> torch.Tensor:
+        part, rest = part[..., : form.columns], part[..., form.columns :]
         first, second = part.chunk(2, -1)
-        return part * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+        return torch.cat([part * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None], rest], -1)
 
     expected = [rotated(call.query), rotated(call.key), call.value.clone()]
     step = AttentionStep(cache, slots.to(device), PLAN)

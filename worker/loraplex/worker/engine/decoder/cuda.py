@@ -94,13 +94,14 @@ def gate_rows(out, both, columns, stride, GELU: tl.constexpr, TILE: tl.constexpr
 @triton.jit
 def rotate_heads(  # type: ignore[no-untyped-def]
     out, x, cos, sin, slots, keys, values, query_weight, key_weight, x_stride, cos_stride, epsilon,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr,
-    OFFSET: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Rotate a token's queries and keys to `out`, and write keys and values to its slot, unless that is in int8.
 
-    x are the rows of queries, keys and values, side by side. With weights queries and keys are normalized first: each
-    head by itself or, where WHOLE is a tile for them, all heads together. Grid: token, head of any of them.
+    x are the rows of queries, keys and values, side by side; of each head the first COLUMNS numbers are rotated. With
+    weights queries and keys are normalized first: each head by itself or, where WHOLE is a tile for them, all heads
+    together. Grid: token, head of any of them.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -110,51 +111,41 @@ def rotate_heads(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + token)
     row = x + token * x_stride
     if head < HEADS + KV_HEADS:
-        half: tl.constexpr = DIM // 2
-        inside = lane < half
-        first = head * DIM + lane
-        angles = token * cos_stride + lane
-        a, b = tl.load(row + first, mask=inside, other=0.0), tl.load(row + first + half, mask=inside, other=0.0)
+        half: tl.constexpr = COLUMNS // 2
+        inside, rotates = lane < DIM, lane < COLUMNS
+        # The place of the number that each is rotated with.
+        other = tl.where(lane < half, lane + half, lane - half)
+        first = row + head * DIM
+        a, b = tl.load(first + lane, mask=inside, other=0.0), tl.load(first + other, mask=rotates, other=0.0)
         if query_weight is not None:
             a, b = _normed(
-                a, b, row, query_weight, key_weight, head, lane, epsilon, HEADS, KV_HEADS, DIM, OFFSET, LATE, WHOLE
-            )
-        cos_a, cos_b = (
-            tl.load(cos + angles, mask=inside, other=0.0),
-            tl.load(cos + angles + half, mask=inside, other=0.0),
-        )
-        sin_a, sin_b = (
-            tl.load(sin + angles, mask=inside, other=0.0),
-            tl.load(sin + angles + half, mask=inside, other=0.0),
-        )
-        turned_a = _rounded(a, cos_a) - _rounded(b, sin_a)
-        turned_b = _rounded(b, cos_b) + _rounded(a, sin_b)
-        turned = out + token * ((HEADS + KV_HEADS) * DIM) + first
-        tl.store(turned, turned_a.to(x.dtype.element_ty), mask=inside)
-        tl.store(turned + half, turned_b.to(x.dtype.element_ty), mask=inside)
+                a, b, row, query_weight, key_weight, head, lane, other, epsilon,
+                HEADS, KV_HEADS, DIM, COLUMNS, OFFSET, LATE, WHOLE,
+            )  # fmt: skip
+        angles = token * cos_stride + lane
+        cosine, sine = tl.load(cos + angles, mask=rotates, other=1.0), tl.load(sin + angles, mask=rotates, other=0.0)
+        turned = _rounded(a, cosine) + _rounded(tl.where(lane < half, -b, b), sine)
+        turned = turned.to(x.dtype.element_ty)
+        tl.store(out + token * ((HEADS + KV_HEADS) * DIM) + head * DIM + lane, turned, mask=inside)
         if keys is not None:
-            kept = inside & (head >= HEADS)
             key = keys + (slot * KV_HEADS + head - HEADS) * DIM + lane
-            tl.store(key, turned_a.to(x.dtype.element_ty), mask=kept)
-            tl.store(key + half, turned_b.to(x.dtype.element_ty), mask=kept)
+            tl.store(key, turned, mask=inside & (head >= HEADS))
     elif keys is not None:
         kv_head = head - HEADS - KV_HEADS
-        whole = tl.arange(0, 2 * TILE)
-        value = tl.load(row + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM + whole, mask=whole < VALUE_DIM, other=0.0)
-        tl.store(values + (slot * KV_HEADS + kv_head) * VALUE_DIM + whole, value, mask=whole < VALUE_DIM)
+        value = tl.load(row + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM + lane, mask=lane < VALUE_DIM, other=0.0)
+        tl.store(values + (slot * KV_HEADS + kv_head) * VALUE_DIM + lane, value, mask=lane < VALUE_DIM)
 
 
 @triton.jit
 def _normed(  # type: ignore[no-untyped-def]
-    a, b, row, query_weight, key_weight, head, lane, epsilon,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    a, b, row, query_weight, key_weight, head, lane, other, epsilon,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     OFFSET: tl.constexpr, LATE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the halves of a head of queries or keys, normalized."""
-    half: tl.constexpr = DIM // 2
+    """Return the numbers of a head of queries or keys, and those that they are rotated with, normalized."""
     is_query = head < HEADS
     first_a, first_b = a.to(tl.float32), b.to(tl.float32)
-    place = lane
+    begin = head * DIM
     if WHOLE > 0:
         # Their other heads are read by other programs as well; none writes to them.
         begin = tl.where(is_query, 0, HEADS * DIM)
@@ -162,16 +153,16 @@ def _normed(  # type: ignore[no-untyped-def]
         column = tl.arange(0, WHOLE)
         numbers = tl.load(row + begin + column, mask=column < width, other=0.0).to(tl.float32)
         mean = tl.sum(numbers * numbers, 0) / width
-        place += head * DIM - begin
     else:
-        mean = (tl.sum(first_a * first_a, 0) + tl.sum(first_b * first_b, 0)) / DIM
+        mean = tl.sum(first_a * first_a, 0) / DIM
     scale = tl.rsqrt(mean + epsilon)
-    of_query, of_key = is_query & (lane < half), (lane < half) & (head >= HEADS)
-    weight_a = tl.load(query_weight + place, mask=of_query, other=0.0) + tl.load(
-        key_weight + place, mask=of_key, other=0.0
+    of_query, of_key = query_weight + head * DIM - begin, key_weight + head * DIM - begin
+    inside, rotates = lane < DIM, lane < COLUMNS
+    weight_a = tl.load(of_query + lane, mask=inside & is_query, other=0.0) + tl.load(
+        of_key + lane, mask=inside & (head >= HEADS), other=0.0
     )
-    weight_b = tl.load(query_weight + place + half, mask=of_query, other=0.0) + tl.load(
-        key_weight + place + half, mask=of_key, other=0.0
+    weight_b = tl.load(of_query + other, mask=rotates & is_query, other=0.0) + tl.load(
+        of_key + other, mask=rotates & (head >= HEADS), other=0.0
     )
     return (
         _weighted(first_a * scale, weight_a, a.dtype, OFFSET, LATE),
@@ -248,7 +239,7 @@ def rotate_call(
 ) -> KernelCall:
     """Return the launch that rotates queries and keys of rows x [tokens, sum of widths] to `out`, contiguous.
 
-    cos and sin are [tokens, key_dim].
+    cos and sin are [tokens, columns].
     """
     in_dtype, (query, key) = not step.cache.scales, form.norms or (_NO_NORM, _NO_NORM)
     keys, values = step.cache.slots[form.call.layer] if in_dtype else (None, None)
@@ -264,8 +255,9 @@ def rotate_call(
         },
         {
             "HEADS": form.heads, "KV_HEADS": form.kv_heads, "DIM": form.key_dim, "VALUE_DIM": form.value_dim,
-            "TILE": triton.next_power_of_2(max(form.key_dim, form.value_dim)) // 2, "OFFSET": query.offset,
-            "LATE": query.late, "WHOLE": triton.next_power_of_2(max(form.widths[:2])) if whole else 0,
+            "COLUMNS": form.columns, "TILE": triton.next_power_of_2(max(form.key_dim, form.value_dim)),
+            "OFFSET": query.offset, "LATE": query.late,
+            "WHOLE": triton.next_power_of_2(max(form.widths[:2])) if whole else 0,
         },
         warps=4 if whole else 1,
         stages=1,
@@ -297,7 +289,7 @@ def use_kernels(model: Any, dtype: torch.dtype, length: int) -> None:
     for module, gate in forms.gates.items():
         module.forward = _gated_forward(module, gelu=gate == "gelu")
     for module, form in forms.attentions.items():
-        if form.columns == form.key_dim:
+        if form.columns:
             module.forward = _attention_forward(module, form)
     _use_layers(model, forms.layers, norms)
 
