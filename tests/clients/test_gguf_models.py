@@ -69,7 +69,15 @@ def test_two_processes_import_a_file_once(file: Path, cache: Path, monkeypatch: 
         commands.append(command)
         run_to_its_end(command, *arguments, **options)
 
+    both, rename = threading.Barrier(2), Path.rename
+
+    def rename_at_once(path: Path, target: Path) -> Path:
+        if target.suffix == ".digest":
+            both.wait(60)
+        return rename(path, target)
+
     monkeypatch.setattr("loraplex.cli.gguf_models.run_to_its_end", count)
+    monkeypatch.setattr(Path, "rename", rename_at_once)
     # The lock is a file's, of which each thread has its own descriptor, as processes have.
     threads = [threading.Thread(target=lambda: found.append(local_model(str(file)))) for _ in range(2)]
     for thread in threads:

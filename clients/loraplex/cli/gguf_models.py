@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -168,7 +169,7 @@ def _digest(parts: tuple[Path, ...], cache: Path) -> str:
         return memory.read_text(encoding="ascii")
     digests = [sha256_file(part).removeprefix(DIGEST_PREFIX) for part in parts]
     digest = (digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest())[:32]
-    unfinished = memory.with_suffix(f".{os.getpid()}")
+    unfinished = memory.with_suffix(f".{threading.get_native_id()}")
     unfinished.write_text(digest, encoding="ascii")
     unfinished.rename(memory)
     return digest
