@@ -195,8 +195,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """A server of PostgreSQL."""
-    with closing(PostgresServer()) as server:
+    """A server of PostgreSQL. A store that stops waits for its next look at it, which here come at once."""
+    with closing(PostgresServer()) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loraplex.adapter_store.postgres._LOOK_S", 0.02)
         yield server
 
 
