@@ -1,36 +1,53 @@
-"""The whole path with the shipped model and its adapters in float32: exact answers, the experiments of examples/."""
+"""The whole path with the shipped model and its adapters in float32: exact answers, the experiments of examples/.
+
+The worker drafts tokens, which changes none: what it decodes is compared with transformers' and its own without drafts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shutil
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 import pytest_asyncio
 
 from examples import raw_stub, structured
-from loraplex_client import AsyncStoreClient, Client, Decision, InvalidRequestError, Question
+from loraplex_client import (
+    AsyncClient,
+    AsyncStoreClient,
+    Client,
+    Decision,
+    Generation,
+    InvalidRequestError,
+    Question,
+    SpeculativeDecoding,
+)
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
 from tests.tiny_models import TinyModel
 
 pytestmark = pytest.mark.model
 EXAMPLES = Path(structured.__file__).parent
 ADAPTERS = {path.name: path for path in sorted((EXAMPLES / "adapters").glob("*/*"))}
-FLAGS = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "64")
+FLAGS = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "256")
+# Maximum number of tokens of a draft.
+MOST = 6
+DRAFTING = ("--speculative-config", f'{{"method": "suffix", "num_speculative_tokens": {MOST}}}')
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """A worker with the shipped model in float32 and its adapters, all of tenant acme."""
-    directory = tmp_path_factory.mktemp("shipped") / "cluster"
-    async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, worker_flags=FLAGS) as running:
+    """A worker with the shipped model in float32 and its adapters, all of tenant acme, and a gateway."""
+    directory, flags = tmp_path_factory.mktemp("shipped") / "cluster", (*FLAGS, *DRAFTING)
+    async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, worker_flags=flags, http=True) as running:
         yield running
 
 
@@ -223,3 +240,69 @@ async def test_decisions_are_the_models_own_and_the_same_alone_and_among_others(
     assert len({one[0].probabilities["yes"] for one in alone}) == 4, "the adapters do not matter"
     assert {0, 2} <= scored, "labels of one token and of several"
     await eventually(cluster.idle)
+
+
+OPTIONS: dict[str, Any] = {
+    **{"token_ids": [3 + at * 7 % 50 for at in range(40)], "max_tokens": 400, "ignore_eos": True},
+    **{"temperature": 0.3, "seed": 5, "n": 2, "logprobs": 1},
+}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_drafts_are_counted_everywhere_and_change_nothing(cluster: Cluster) -> None:
+    async with AsyncClient(cluster.local.router, TENANT, resume_attempts=100) as client:
+        plain = await client.generate(**OPTIONS, speculation="off")
+        assert plain.speculative_decoding is None
+        for answer in (await client.generate(**OPTIONS), await disturbed(cluster, client)):
+            assert answer.choices == plain.choices
+            check(answer.speculative_decoding)
+    await check_http(cluster)
+
+
+def check(counts: SpeculativeDecoding | None) -> None:
+    assert counts is not None
+    assert 0 < counts.steps <= counts.draft_tokens <= MOST * counts.steps
+    assert 0 < counts.accepted_tokens <= counts.draft_tokens
+    assert counts.mean_acceptance_length == 1 + counts.accepted_tokens / counts.steps
+
+
+async def disturbed(cluster: Cluster, client: AsyncClient) -> Generation:
+    """Return an answer whose worker is killed, and later its router."""
+    stream = client.generate_stream(**OPTIONS)
+    async for piece in stream:
+        if piece.offset > 50:
+            break
+    cluster.local.kill("worker-1", signal.SIGKILL)
+    await cluster.local.start_worker()
+    async for piece in stream:
+        if piece.offset > 200:
+            break
+    cluster.local.kill("router-1", signal.SIGKILL)
+    await cluster.local.restart("router-1")
+    answer = await stream.result()
+    assert answer.continuations
+    return answer
+
+
+async def check_http(cluster: Cluster) -> None:
+    """A stream tells the counts with its usage, prompts of one request their sum; a request may refuse drafts."""
+    body = {"model": "shout", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+    headers = {"x-loraplex-tenant": TENANT}
+    async with httpx2.AsyncClient(base_url=f"http://{cluster.local.http}/v1", headers=headers, timeout=60.0) as http:
+        whole = (await http.post("/completions", json={**body, "prompt": ["one", "two"]})).json()
+        counts = whole["metrics"]["speculative_decoding"]
+        steps, drafted = counts["num_spec_steps"], counts["num_draft_tokens"]
+        accepted = counts["num_accepted_draft_tokens"]
+        assert 0 < accepted <= drafted <= MOST * steps
+        assert counts["mean_acceptance_length"] == 1 + accepted / steps
+        assert counts["draft_acceptance_rate"] == accepted / drafted
+        messages = {"messages": [{"role": "user", "content": "Hi"}]}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        events = (await http.post("/chat/completions", json={**body, **messages, **streamed})).text
+        *_, first, last, _ = events.split("\n\n")[:-1]
+        assert '"speculative_decoding"' in last
+        assert '"speculative_decoding"' not in first
+        off = (await http.post("/chat/completions", json={**body, **messages, "speculation": "off"})).json()
+        assert "metrics" not in off
+        bad = await http.post("/chat/completions", json={**body, **messages, "speculation": "never"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "speculation")
