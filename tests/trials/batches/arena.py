@@ -22,7 +22,7 @@ from loraplex.contracts.options import SamplingParams, StoppingParams
 from loraplex_client import AsyncBatchClient, AsyncClient, AsyncStoreClient, Batch, LoraplexError
 from tests.hash_oracle import expected_ids
 
-MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+MODEL = "hash:?vocab=32000&seed=1"
 TENANT, ADAPTERS = "acme", ("a", "b", "c", "d", "e")
 # Kinds of processes that are killed in turn.
 KINDS = ("runner", "router", "worker", "store", "valkey")
@@ -71,11 +71,11 @@ class Arena:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, directory: Path, seed: int) -> AsyncIterator[Arena]:
-        """Start the cluster in a directory."""
-        usage = directory / "usage.jsonl"
+    async def open(cls, directory: Path, seed: int, step_ms: int = 5) -> AsyncIterator[Arena]:
+        """Start the cluster in a directory. Slower steps make a batch of fewer tokens last as long."""
+        usage, model = directory / "usage.jsonl", f"{MODEL}&step_ms={step_ms}"
         settings = ClusterSettings(
-            MODEL,
+            model,
             workers=2,
             routers=2,
             port=0,
@@ -87,7 +87,7 @@ class Arena:
         async with LocalCluster(settings) as local:
             digests = {}
             async with AsyncStoreClient(local.store, TENANT) as store:
-                base = read_base_model(MODEL)
+                base = read_base_model(model)
                 await store.register_model(registered(base), base.files)
                 for name in ADAPTERS:
                     files = directory / name
