@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,64 @@ import pytest
 
 # Folders whose tests share a cluster.
 TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/", "tests/weeks/")
-# Files and folders that take ten seconds or more, longest first. Others begin last, where a long one would run alone.
-COMPUTING = (
+# Files and folders that take seven seconds or more, longest first; of a folder, its files. Each begins while others are
+# left, so that at the end no process is alone with a long one.
+LONGEST = (
     "tests/e2e/test_tutorial.py",
-    "tests/real/",
+    "tests/real/test_gguf.py",
+    "tests/real/test_chats.py",
     "tests/e2e/test_decisions_at_scale.py",
-    "tests/e2e/test_shipped_model.py",
-    "tests/worker/engine/test_company.py",
-    "tests/e2e/test_rerankers.py",
-    "tests/worker/engine/test_cuda_steps.py",
-    "tests/worker/engine/test_interpreted_kernels.py",
-    "tests/worker/engine/decoder/test_decoder_steps.py",
-    "tests/worker/engine/model/test_architectures.py",
-    "tests/worker/engine/test_cpu_attention.py",
-    "tests/worker/engine/evaluation/",
-    "tests/worker/engine/quantized/test_quantized_families.py",
-    "tests/worker/engine/test_engine.py",
-    "tests/simulation/",
-    "tests/worker/engine/test_engine_sampling.py",
-    "tests/worker/engine/",
-    "tests/bench/",
-)
-# Their clusters and clients wait for most of their time.
-WAITING = (
-    "tests/short_trials/",
     "tests/e2e/gateway/",
-    "tests/e2e/answers/",
+    "tests/e2e/test_cells.py",
+    "tests/e2e/test_content_hooks.py",
+    "tests/worker/engine/decoder/test_decoder_steps.py",
+    "tests/adapter_store/test_shared_catalog.py",
+    "tests/e2e/test_shipped_model.py",
+    "tests/e2e/test_releases.py",
+    "tests/worker/engine/test_interpreted_kernels.py",
+    "tests/e2e/test_rolling_restart.py",
+    "tests/worker/engine/test_cuda_steps.py",
+    "tests/e2e/test_loadtest.py",
+    "tests/short_trials/test_batches.py",
     "tests/weeks/",
-    "tests/e2e/",
+    "tests/clients/test_adapter_directories.py",
+    "tests/e2e/test_pins.py",
+    "tests/worker/engine/test_company.py",
+    "tests/e2e/test_worker_loss.py",
+    "tests/e2e/test_poison.py",
+    "tests/e2e/test_rerankers.py",
     "tests/deploy/test_cluster.py",
-    "tests/clients/",
-    "tests/deploy/",
     "tests/worker/io/test_stall.py",
+    "tests/clients/test_up_command.py",
+    "tests/worker/engine/linear/",
+    "tests/e2e/test_resume.py",
+    "tests/clients/test_cli.py",
     "tests/worker/io/test_worker_process.py",
+    "tests/clients/test_gguf_models.py",
+    "tests/e2e/answers/",
+    "tests/e2e/test_generation_config.py",
+    "tests/e2e/test_base_rollout.py",
+    "tests/e2e/test_activated_adapters.py",
+    "tests/worker/engine/test_engine.py",
+    "tests/e2e/test_canaries.py",
+    "tests/deploy/test_edge_proxy.py",
+    "tests/worker/io/adapters/test_fetch.py",
+    "tests/adapter_store/test_batches.py",
+    "tests/simulation/test_simulation.py",
+    "tests/e2e/test_router_processes.py",
+    "tests/e2e/",
+    "tests/bench/test_scaling.py",
+    "tests/clients/gateway/test_sign_in.py",
+    "tests/bench/test_prompts.py",
+    "tests/worker/engine/test_cpu_attention.py",
+    "tests/broker/test_connection.py",
+    "tests/clients/loadtest/test_command.py",
+    "tests/router/generation/test_call_formats.py",
+    "tests/deploy/test_chart.py",
+    "tests/worker/engine/model/test_architectures.py",
+    "tests/router/dispatch/test_relay.py",
+    "tests/deploy/test_chart_values.py",
+    "tests/adapter_store/releases/test_webhooks.py",
 )
 
 
@@ -57,20 +81,17 @@ def unit(nodeid: str) -> str:
     return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.split("::", 1)[0])
 
 
-def place(nodeid: str, folders: Sequence[str]) -> int:
-    """Return the place of the test's file in the list, or one after all."""
-    return next((at for at, path in enumerate(folders) if nodeid.startswith(path)), len(folders))
+def place(nodeid: str) -> int:
+    """Return the place of the test's file in LONGEST, or one after all."""
+    return next((at for at, path in enumerate(LONGEST) if nodeid.startswith(path)), len(LONGEST))
 
 
 def ordered(nodeids: Iterable[str]) -> list[str]:
-    """Return the units of the tests: one that computes and one that waits in turn, so that all cores are busy."""
-    units = sorted(set(map(unit, nodeids)))
-    computing = [one for one in units if place(one, COMPUTING) < len(COMPUTING)]
-    waiting = [one for one in units if one not in computing and place(one, WAITING) < len(WAITING)]
-    computing.sort(key=lambda one: place(one, COMPUTING))
-    waiting.sort(key=lambda one: place(one, WAITING))
-    turns = (one for pair in zip_longest(computing, waiting) for one in pair if one)
-    return list(dict.fromkeys((*turns, *units)))
+    """Return the units of the tests, the longest first.
+
+    Others by the names of their files: so engines, which compute, take turns with stores and queues, which wait.
+    """
+    return sorted(set(map(unit, nodeids)), key=lambda one: (place(one), Path(one).name, one))
 
 
 def rotated(paths: Sequence[str], number: int, of: int) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.file_order import COMPUTING, TOGETHER, WAITING, ordered, rotated, unit
+from tests.file_order import LONGEST, TOGETHER, ordered, rotated, unit
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_every_path_exists() -> None:
-    assert [path for path in (*COMPUTING, *WAITING, *TOGETHER) if not (ROOT / path).exists()] == []
+    assert [path for path in (*LONGEST, *TOGETHER) if not (ROOT / path).exists()] == []
 
 
 def test_a_folder_that_shares_a_cluster_runs_in_one_process() -> None:
@@ -18,11 +18,10 @@ def test_a_folder_that_shares_a_cluster_runs_in_one_process() -> None:
     assert unit("tests/rpc/test_edge.py::test_a") == "tests/rpc/test_edge.py"
 
 
-def test_files_that_compute_and_files_that_wait_take_turns_before_all_short_ones() -> None:
-    short, engines = "tests/rpc/test_edge.py", ["tests/worker/engine/test_engine.py", "tests/worker/engine/test_a.py"]
-    waiting = ["tests/e2e/gateway/", "tests/e2e/test_pins.py"]
-    tests = [f"{one}::test" for one in (short, *reversed(engines), waiting[1], "tests/e2e/gateway/test_a.py")]
-    assert ordered(tests) == [engines[0], waiting[0], engines[1], waiting[1], short]
+def test_long_files_come_before_all_short_ones() -> None:
+    short, long = "tests/rpc/test_edge.py", ["tests/e2e/test_pins.py", "tests/e2e/test_resume.py"]
+    tests = [f"{one}::test" for one in (short, *reversed(long), "tests/e2e/gateway/test_a.py", "tests/a/test_a.py")]
+    assert ordered(tests) == ["tests/e2e/gateway/", *long, "tests/a/test_a.py", short]
     assert ordered([tests[0]]) == [short]
 
 
